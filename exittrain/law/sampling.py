@@ -1,0 +1,64 @@
+"""Logits to the distribution that is served: one function for drafter, verifier, bonus and exit-law targets alike."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from exittrain.errors import InputError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The serving settings. temperature 0 means argmax; top_k 0 and top_p 1 mean no truncation.
+
+    Raises InputError on a negative or NaN temperature, a negative top_k, a top_p outside (0, 1].
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise InputError(f"temperature is {self.temperature}; it must be 0 (argmax) or a positive number")
+        if self.top_k < 0:
+            raise InputError(f"top_k is {self.top_k}; it must be 0 (off) or a positive count of tokens")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top_p is {self.top_p}; it must lie in (0, 1], 1 meaning off")
+
+    @property
+    def greedy(self) -> bool:
+        """Temperatures below 1e-5 are argmax: dividing by them would only overflow."""
+        return self.temperature < 1e-5
+
+    def for_drafting(self) -> Sampling:
+        """What a drafter ranks its tokens by: the serving settings, or plain probabilities when serving is greedy."""
+        return Sampling() if self.greedy else self
+
+
+def process_logits(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Processed log-probabilities [..., V] float32 of raw logits [..., V]; tokens cut off have -inf.
+
+    Order: temperature, top-k, top-p, renormalise. Greedy: 0 at the first argmax, -inf elsewhere. The input is not
+    written to. NaN or +inf logits, or a row with no finite logit, raise InputError.
+    """
+    scores = logits.float()
+    best, token = scores.max(dim=-1, keepdim=True)
+    if not bool(torch.isfinite(best).all()):
+        raise InputError("logits hold NaN or infinity (or a row with no token left): the model's output is unusable")
+    if sampling.greedy:
+        return torch.full_like(scores, -torch.inf).scatter(-1, token, 0.0)
+    scores = (scores - best) / sampling.temperature
+    if 0 < sampling.top_k < scores.shape[-1]:
+        kth = scores.topk(sampling.top_k, dim=-1).values[..., -1:]
+        scores = scores.masked_fill(scores < kth, -torch.inf)
+    if sampling.top_p < 1:
+        ordered, index = scores.sort(dim=-1, descending=True, stable=True)
+        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+        cut = (before >= sampling.top_p).scatter(-1, index, before >= sampling.top_p)
+        scores = scores.masked_fill(cut, -torch.inf)
+    return scores.log_softmax(dim=-1)

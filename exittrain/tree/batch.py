@@ -1,0 +1,94 @@
+"""Several trees side by side in padded tensors: what builders return and level-parallel maths reads.
+
+Shapes: B trees, M = the largest N+1 among them (nodes with the root).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from exittrain.errors import InputError
+from exittrain.tree.draft_tree import DraftTree
+
+
+@dataclass(frozen=True, eq=False)
+class TreeBatch:
+    """B trees padded to M nodes. Column 0 is the root, parents come before children in every row.
+
+    token_ids [B, M] int64 (0 where padded); parents [B, M] int64 (-1 at the root, 0 where padded);
+    depths [B, M] int64 (0 where padded); valid [B, M] bool; draft_logprobs [B, M] float32, log q of each node's token
+    at its parent (0 at the root and where padded), or None.
+    """
+
+    token_ids: Tensor
+    parents: Tensor
+    depths: Tensor
+    valid: Tensor
+    drawn: str | None = None
+    draft_logprobs: Tensor | None = None
+
+    @classmethod
+    def from_trees(cls, trees: Sequence[DraftTree], device: torch.device | str = "cpu") -> TreeBatch:
+        """Pad a list of trees; they must all be drawn the same way. Raises InputError on an empty or mixed list."""
+        if not trees:
+            raise InputError("a batch of trees needs at least one tree")
+        kinds = {tree.drawn for tree in trees}
+        if len(kinds) > 1:
+            raise InputError(f"trees drawn in different ways cannot share a batch: {sorted(map(str, kinds))}")
+        sizes = [tree.token_ids.numel() for tree in trees]
+        shape = (len(trees), max(sizes))
+        tokens, parents, depths = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
+        scores = torch.zeros(shape) if all(t.draft_logprobs is not None for t in trees) else None
+        for row, (tree, size) in enumerate(zip(trees, sizes, strict=True)):
+            tokens[row, :size], parents[row, :size], depths[row, :size] = tree.token_ids, tree.parents, tree.depths
+            if scores is not None and tree.draft_logprobs is not None:
+                scores[row, :size] = tree.draft_logprobs
+        valid = torch.arange(shape[1]) < torch.tensor(sizes)[:, None]
+        moved = [t.to(device) for t in (tokens, parents, depths, valid)]
+        return cls(*moved, drawn=trees[0].drawn, draft_logprobs=None if scores is None else scores.to(device))
+
+    def __len__(self) -> int:
+        return int(self.token_ids.shape[0])
+
+    @property
+    def max_depth(self) -> int:
+        return int(self.depths.max())
+
+    def trees(self) -> list[DraftTree]:
+        """The rows as single trees, padding removed."""
+        tokens, parents, valid = self.token_ids.cpu(), self.parents.cpu(), self.valid.cpu()
+        scores = None if self.draft_logprobs is None else self.draft_logprobs.cpu()
+        return [
+            DraftTree(
+                tokens[b, valid[b]],
+                parents[b, valid[b]],
+                self.drawn,
+                None if scores is None else scores[b, valid[b]],
+            )
+            for b in range(len(self))
+        ]
+
+    def parent_index(self) -> Tensor:
+        """[B, M] each node's parent column, clamped to 0 at the root: safe to gather with."""
+        return self.parents.clamp(min=0)
+
+    def has_children(self) -> Tensor:
+        """[B, M] bool: nodes with at least one child."""
+        counts = torch.zeros_like(self.parents)
+        drafted = (self.valid & (self.depths > 0)).long()
+        return counts.scatter_add(1, self.parent_index(), drafted) > 0
+
+    def visible(self) -> Tensor:
+        """[B, M, M] bool: row i sees column j when j is i or an ancestor of i. Padding sees itself only."""
+        size = self.token_ids.shape[1]
+        eye = torch.eye(size, dtype=torch.bool, device=self.parents.device).expand(len(self), size, size)
+        seen = eye.clone()
+        index = self.parent_index()[..., None].expand(-1, -1, size)
+        for depth in range(1, self.max_depth + 1):
+            at_depth = ((self.depths == depth) & self.valid)[..., None]
+            seen = torch.where(at_depth, seen.gather(1, index) | eye, seen)
+        return seen
