@@ -1,0 +1,190 @@
+"""A recipe: one strict YAML that describes one run of all stages. A field that can be derived is no field."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+Positive = Annotated[int, Field(gt=0)]
+Objective = Literal["token", "exit", "exit_depth", "reach", "exit_kl", "reach_kl"]
+
+
+class Section(BaseModel):
+    """Every section refuses keys it does not know and cannot be changed after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ShapeSection(Section):
+    """A Llama-style model built from nothing."""
+
+    hidden_size: Positive
+    num_layers: Positive
+    num_heads: Positive
+    intermediate_size: Positive
+    tie_embeddings: bool = True
+
+
+class OptimSection(Section):
+    """One training loop's dial: the same for warm-up, arms and a target made from nothing."""
+
+    steps: Positive = 100
+    batch_size: Positive = 4  # sequences an optimiser step, over all ranks and accumulation
+    micro_batch_size: Positive | None = None  # sequences a forward; default: batch_size / ranks
+    lr: Annotated[float, Field(gt=0)] = 1e-4
+    schedule: Literal["cosine", "constant"] = "cosine"
+    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    beta2: Annotated[float, Field(gt=0, lt=1)] = 0.95
+    clip: Annotated[float, Field(gt=0)] = 1.0
+
+
+class ScratchTargetSection(OptimSection):
+    """A tiny target trained on the spot, for testbeds: a byte-level BPE and a Llama-style model on local text."""
+
+    corpus: str = "stdlib"  # "stdlib" (Python's own library source) or a folder of text files
+    vocab_size: Positive = 1024
+    length: Positive = 128
+    shape: ShapeSection
+
+
+class TargetSection(Section):
+    model: str | None = None  # folder, GGUF file, hub id, or a name `exittrain models list` knows
+    scratch: ScratchTargetSection | None = None
+    dtype: Dtype = "float32"
+    attention: Literal["sdpa", "eager"] = "sdpa"
+
+
+class DrafterSection(Section):
+    kind: Literal["layers", "causal_lm"] = "layers"
+    model: str | None = None  # causal_lm: a folder, GGUF file or hub id of the target's tokenizer
+    layers: Positive | list[int] | None = None  # layers: the first k of the target, or a list
+    shape: ShapeSection | None = None  # causal_lm from nothing, vocabulary and tokenizer of the target
+    init: str | None = None  # continue from this saved drafter instead
+
+
+class SamplingSection(Section):
+    """The serving settings: the exit law, the drafter's ranking and the verifier all use them."""
+
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+
+class TreeSection(Section):
+    builder: Literal["best_first", "beam", "static"] = "best_first"
+    budget: Positive = 16
+    depth: Positive = 6
+    width: Positive = 8
+    branching: str | list[list[int]] = "chain"  # static only
+
+
+class SourceSection(Section):
+    """Where conversations come from. kind: `conversations` (responses kept unless regenerate), `prompts` (a prompt set or
+    file; the target answers), `magpie` (no data at all), `text` (plain text cut into windows, testbeds)."""
+
+    kind: Literal["conversations", "prompts", "magpie", "text"]
+    path: str | None = None  # JSONL file, folder or hub id of a dataset, or the name of a set in data/prompts
+    split: str = "train"
+    count: Positive | None = None
+    regenerate: bool = False
+
+
+class GenerationSection(Section):
+    """How the target writes user turns (magpie) and responses."""
+
+    temperature: Annotated[float, Field(ge=0)] = 0.9
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    max_new_tokens: Positive = 192
+    max_prompt_tokens: Positive = 96  # longest user turn written by magpie
+    batch_size: Positive = 64
+
+
+class DataSection(Section):
+    train: SourceSection
+    heldout: SourceSection | None = None  # default: the last `heldout_fraction` of train
+    heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    max_length: Positive = 512
+    system: Literal["template", "none"] | str = "template"  # template's own default, no system turn, or this text
+    system_turns: Literal["keep", "merge", "drop", "fail"] = "keep"
+    supervise: Literal["all", "last"] = "all"  # which assistant turns are trained
+    generation: GenerationSection = GenerationSection()
+
+
+class WarmupSection(OptimSection):
+    token_loss: Literal["kl", "ce"] = "kl"
+
+
+class CollectSection(Section):
+    anchors_per_sequence: Positive = 8
+    sequences: Positive | None = None  # default: all of train
+    shards: Positive = 4
+    top_k_logprobs: Annotated[int, Field(ge=0)] = 0  # target's top-k kept at every node (ids, log-probs, tail mass)
+
+
+class ArmSection(Section):
+    """One trained variant, from the warm start. Anything left out is the train section's."""
+
+    objective: Objective = "token"
+    weight: Annotated[float, Field(ge=0)] = 1.0  # lambda
+    weight_warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0  # lambda rises linearly over this part of the run
+    token_weight: Annotated[float, Field(ge=0)] = 1.0
+    normaliser: Literal["nodes", "weights", "anchors"] = "anchors"
+    source: Literal["on_policy", "shards"] = "on_policy"
+    refresh_every: Positive = 1  # on-policy: optimiser steps between redraws of the same sequences' trees
+    anchors_per_sequence: Positive | None = None
+    steps: Positive | None = None
+    lr: Annotated[float, Field(gt=0)] | None = None
+    match_time: str | None = None  # run as long as this arm took (steps from the measured step times)
+    temperature: Annotated[float, Field(ge=0)] | None = None  # training temperature of law and KL; default: sampling's
+
+
+class TrainSection(OptimSection):
+    arms: dict[str, ArmSection]
+    control: str = "token"  # what every arm is compared with
+    token_loss: Literal["kl", "ce"] = "kl"
+    anchors_per_sequence: Positive = 8
+    deepspeed: str = "zero0"  # a file of recipes/deepspeed, by name or path
+    eval_every: Positive = 50
+    eval_sequences: Positive = 16
+    save_every: Positive = 50
+    log_every: Positive = 5
+
+
+class EvalSection(Section):
+    tasks: list[str] = []  # names of eval/benchmarks, or JSONL files of prompts; `heldout` is the run's held-out data
+    prompts_per_task: Positive | None = None
+    verifiers: list[str] = ["tev"]
+    temperatures: list[Annotated[float, Field(ge=0)]] = [1.0]
+    max_new_tokens: Positive = 64
+    decode: bool = True  # False: coverage only
+    contexts: Positive | None = None  # coverage on this many held-out anchors, exact, without decoding
+    oracle: bool = True
+    speed: bool = True  # time plain decoding of the same target beside it
+    bootstrap: Positive = 2000
+    batch_size: Positive = 1
+
+
+class TrackingSection(Section):
+    wandb: Literal["online", "offline", "disabled"] = "offline"
+    project: str = "exittrain"
+    entity: str | None = None
+
+
+class Recipe(Section):
+    name: str
+    seed: int = 0
+    run_dir: str | None = None  # default: runs/<name>
+    target: TargetSection
+    drafter: DrafterSection
+    sampling: SamplingSection = SamplingSection()
+    tree: TreeSection = TreeSection()
+    data: DataSection
+    warmup: WarmupSection | None = None
+    collect: CollectSection | None = None
+    train: TrainSection | None = None
+    eval: EvalSection | None = None
+    tracking: TrackingSection = TrackingSection()
