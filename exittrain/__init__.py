@@ -1,1 +1,1 @@
-"""exittrain: train draft models for speculative decoding on the trees they will really draw, and prove what it gained."""
+"""exittrain: train draft models for speculative decoding on the trees they will really draw, and prove the gain."""

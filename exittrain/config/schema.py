@@ -83,8 +83,11 @@ class TreeSection(Section):
 
 
 class SourceSection(Section):
-    """Where conversations come from. kind: `conversations` (responses kept unless regenerate), `prompts` (a prompt set or
-    file; the target answers), `magpie` (no data at all), `text` (plain text cut into windows, testbeds)."""
+    """Where conversations come from.
+
+    kind: `conversations` (responses kept unless regenerate), `prompts` (a prompt set or file; the target answers),
+    `magpie` (no data at all), `text` (plain text cut into windows, testbeds).
+    """
 
     kind: Literal["conversations", "prompts", "magpie", "text"]
     path: str | None = None  # JSONL file, folder or hub id of a dataset, or the name of a set in data/prompts

@@ -48,8 +48,10 @@ class TreeBatch:
             if scores is not None and tree.draft_logprobs is not None:
                 scores[row, :size] = tree.draft_logprobs
         valid = torch.arange(shape[1]) < torch.tensor(sizes)[:, None]
-        moved = [t.to(device) for t in (tokens, parents, depths, valid)]
-        return cls(*moved, drawn=trees[0].drawn, draft_logprobs=None if scores is None else scores.to(device))
+        return cls(
+            tokens.to(device), parents.to(device), depths.to(device), valid.to(device),
+            drawn=trees[0].drawn, draft_logprobs=None if scores is None else scores.to(device),
+        )  # fmt: skip
 
     def __len__(self) -> int:
         return int(self.token_ids.shape[0])

@@ -1,0 +1,66 @@
+"""What a builder is: it asks a draft session for log-probabilities wave by wave and returns one tree a context.
+
+Shapes: B contexts, W nodes of one wave, M = N+1 nodes with the root, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from exittrain.errors import InputError
+from exittrain.tree.batch import TreeBatch
+
+
+class DraftSession(Protocol):
+    """A model (the drafter; for `oracle` the target) standing at B contexts, ready to look ahead.
+
+    Slots number what the session has seen: slot 0 is each context's root, the first wave of W nodes gets 1..W, the next
+    W' nodes W+1..W+W', padding included. All log-probabilities are float32 and already processed (temperature, top-k, top-p).
+    """
+
+    root_tokens: Tensor  # [B] the last token of each context
+
+    def root(self) -> Tensor:
+        """[B, V] log-probabilities of the token after each context."""
+        ...
+
+    def expand(self, parent_slots: Tensor, token_ids: Tensor, valid: Tensor) -> Tensor:
+        """Add one wave of nodes, all [B, W]; returns the log-probabilities [B, W, V] of the token after each of them.
+
+        Rows where valid is False are padding: their output is unspecified.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """budget: drafted nodes kept; depth: deepest level; width: children looked at per node (best_first), nodes expanded
+    per level and children per node (beam). branching: `static` only, see `build_static`.
+
+    Raises InputError unless budget, depth and width are positive.
+    """
+
+    budget: int = 16
+    depth: int = 6
+    width: int = 8
+    branching: str | tuple[tuple[int, ...], ...] = "chain"
+
+    def __post_init__(self) -> None:
+        for name in ("budget", "depth", "width"):
+            if getattr(self, name) < 1:
+                raise InputError(f"tree {name} is {getattr(self, name)}; it must be at least 1")
+
+
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """trees: one a context; slots [B, M]: each node's slot in the session (root 0), -1 where it was never expanded."""
+
+    trees: TreeBatch
+    slots: Tensor
+
+
+class Builder(Protocol):
+    def __call__(self, session: DraftSession, shape: TreeShape) -> Draft: ...
