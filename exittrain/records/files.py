@@ -1,0 +1,126 @@
+"""Atomic files: temporary name in the same folder, fsync, rename, fsync of the folder. A reader sees all of it or none."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from exittrain.errors import InputError
+
+TEMPORARY = ".tmp-"  # prefix of names that are not finished; never part of a result
+
+
+def write_bytes(path: str | Path, data: bytes) -> None:
+    """Write `data` to `path` atomically; parent folders are made."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.parent / f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}"
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            temporary.unlink()
+        raise
+    fsync_folder(path.parent)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_json(path: str | Path, obj: Any) -> None:
+    """Sorted keys, two spaces, no NaN or infinity (ValueError): the same object is always the same bytes."""
+    write_text(path, json.dumps(obj, sort_keys=True, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def read_json(path: str | Path) -> Any:
+    """Parse a JSON file.
+
+    Raises:
+        InputError: the file is missing, or is no whole JSON document (truncated).
+    """
+    path = Path(path)
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path} does not exist") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is damaged or truncated ({error}): delete it and run the stage again") from None
+
+
+def fsync_folder(path: str | Path) -> None:
+    """Make renames inside `path` durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_tree(path: str | Path) -> None:
+    """fsync every file and folder below `path`, and `path` itself."""
+    for folder, _, names in os.walk(path, topdown=False):
+        for name in names:
+            with open(os.path.join(folder, name), "rb") as file:
+                os.fsync(file.fileno())
+        fsync_folder(folder)
+
+
+@contextmanager
+def atomic_folder(path: str | Path) -> Iterator[Path]:
+    """Yield a temporary folder beside `path`; on success everything in it is fsynced and it is renamed to `path`.
+
+    An older `path` is replaced. A crash in between leaves the old folder, the new one, or (for an instant) the old one
+    under a temporary name, which the next call or `clean_temporary` removes; a half-written `path` never exists.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.parent / f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}"
+    temporary.mkdir()
+    try:
+        yield temporary
+        fsync_tree(temporary)
+        if path.exists():
+            retired = path.parent / f"{TEMPORARY}{path.name}-old-{secrets.token_hex(4)}"
+            os.replace(path, retired)
+            os.replace(temporary, path)
+            shutil.rmtree(retired)
+        else:
+            os.replace(temporary, path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    fsync_folder(path.parent)
+
+
+def clean_temporary(folder: str | Path) -> None:
+    """Remove what killed writers left anywhere below `folder`. Only for the one process that owns the folder."""
+    for parent, folders, names in os.walk(folder):
+        for name in [*folders, *names]:
+            if name.startswith(TEMPORARY):
+                target = Path(parent, name)
+                if target.is_dir() and not target.is_symlink():
+                    shutil.rmtree(target, ignore_errors=True)
+                else:
+                    target.unlink(missing_ok=True)
+        folders[:] = [name for name in folders if not name.startswith(TEMPORARY)]
+
+
+def sha256(path: str | Path) -> str:
+    """Hex digest of a file's bytes."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()

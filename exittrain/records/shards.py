@@ -1,0 +1,107 @@
+"""Parquet shards with a manifest: rows, bytes and sha256 of each. A damaged shard is named, never skipped in silence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from exittrain.errors import InputError
+from exittrain.records.files import read_json, sha256, write_bytes, write_json
+from exittrain.records.schema import SCHEMA_VERSION, tree_features
+
+MANIFEST = "manifest.json"
+
+
+def shard_name(index: int, count: int) -> str:
+    """`shard-00002-of-00004.parquet`."""
+    return f"shard-{index:05d}-of-{count:05d}.parquet"
+
+
+def write_rows(path: str | Path, rows: Sequence[Mapping[str, Any]], features: Any) -> None:
+    """Write rows (dicts) as one Parquet file, atomically. The same rows always give the same bytes."""
+    from datasets import Dataset
+
+    columns = {name: [row[name] for row in rows] for name in features}
+    buffer = BytesIO()
+    Dataset.from_dict(columns, features=features).to_parquet(buffer)
+    write_bytes(path, buffer.getvalue())
+
+
+def read_rows(path: str | Path) -> list[dict[str, Any]]:
+    """All rows of a Parquet file as dicts of Python values.
+
+    Raises:
+        InputError: missing, or no whole Parquet file.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"{path} does not exist: run the stage that writes it first")
+    try:
+        rows: list[dict[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise InputError(
+            f"{path} is damaged: delete it and run its stage again ({str(error).splitlines()[0]})"
+        ) from None
+    return rows
+
+
+def write_shard(path: str | Path, rows: Sequence[Mapping[str, Any]], features: Any = None) -> dict[str, Any]:
+    """Write one shard and then its record beside it, `<shard>.json`; return the record {rows, bytes, sha256}."""
+    path = Path(path)
+    write_rows(path, rows, features or tree_features())
+    record = {"rows": len(rows), "bytes": path.stat().st_size, "sha256": sha256(path)}
+    write_json(path.with_suffix(".json"), record)
+    return record
+
+
+def shard_is_whole(path: str | Path) -> bool:
+    """The shard and its record exist and agree: it need not be made again."""
+    path = Path(path)
+    try:
+        record = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        return path.stat().st_size == record["bytes"] and sha256(path) == record["sha256"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return False
+
+
+def write_manifest(folder: str | Path, count: int, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """manifest.json over all `count` shards of `folder`: {schema_version, shards: {name: {rows, bytes, sha256}}, rows}."""
+    folder = Path(folder)
+    shards = {
+        name: read_json((folder / name).with_suffix(".json")) for name in (shard_name(i, count) for i in range(count))
+    }
+    manifest = {
+        **(extra or {}),
+        "schema_version": SCHEMA_VERSION,
+        "shards": shards,
+        "rows": sum(shard["rows"] for shard in shards.values()),
+    }
+    write_json(folder / MANIFEST, manifest)
+    return manifest
+
+
+def read_shards(folder: str | Path) -> list[dict[str, Any]]:
+    """Rows of every shard the manifest names, in order, each checked against its sha256 first.
+
+    Raises:
+        InputError: no manifest, another schema version, or a shard that is missing or damaged (named).
+    """
+    folder = Path(folder)
+    manifest = read_json(folder / MANIFEST)
+    if manifest.get("schema_version") != SCHEMA_VERSION:
+        raise InputError(
+            f"{folder} has schema version {manifest.get('schema_version')}, this exittrain reads {SCHEMA_VERSION}: collect again"
+        )
+    rows: list[dict[str, Any]] = []
+    for name, record in sorted(manifest["shards"].items()):
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != record["bytes"] or sha256(path) != record["sha256"]:
+            raise InputError(f"{path} is missing or damaged: run `exittrain collect` again, only that shard is redone")
+        rows.extend(read_rows(path))
+    return rows

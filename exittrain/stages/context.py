@@ -1,0 +1,221 @@
+"""What every stage gets: the recipe, the run folder, the stop flag, and what can be derived from them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from exittrain.build.base import TreeShape
+from exittrain.config.schema import ArmSection, Recipe
+from exittrain.errors import InputError
+from exittrain.law.sampling import Sampling
+from exittrain.records.files import sha256
+from exittrain.records.run_folder import RunFolder
+from exittrain.records.schema import CODE_VERSION, SCHEMA_VERSION
+from exittrain.runtime.ranks import is_main
+from exittrain.runtime.signals import StopFlag
+from exittrain.runtime.tracker import Tracker
+
+if TYPE_CHECKING:
+    import torch
+
+    from exittrain.drafters.base import Drafter
+    from exittrain.models.target import TargetModel
+
+WHOLE_HASH_BYTES = 1 << 30  # larger files are hashed in 64 pieces of 1 MiB spread over them, plus their size
+STAGES = ("target", "data", "warmup", "collect", "train", "eval", "report")
+
+
+def say(line: str) -> None:
+    """A line for the user on standard error, from the main rank only: standard output is for results."""
+    if is_main():
+        print(line, file=sys.stderr, flush=True)
+
+
+@dataclass
+class StageContext:
+    """Target and drafters are loaded on first use and shared by the stages of one process."""
+
+    recipe: Recipe
+    run: RunFolder
+    stop: StopFlag = field(default_factory=StopFlag)
+    _target: TargetModel | None = field(default=None, repr=False)
+    _keys: dict[str, str] = field(default_factory=dict, repr=False)
+
+    @property
+    def sampling(self) -> Sampling:
+        """The serving settings."""
+        return Sampling(**self.recipe.sampling.model_dump())
+
+    @property
+    def shape(self) -> TreeShape:
+        """The serving tree's shape; the builder's name is `recipe.tree.builder`."""
+        tree = self.recipe.tree
+        branching = tree.branching if isinstance(tree.branching, str) else tuple(tuple(row) for row in tree.branching)
+        return TreeShape(budget=tree.budget, depth=tree.depth, width=tree.width, branching=branching)
+
+    @property
+    def device(self) -> torch.device:
+        """This process's CUDA device when there is one, else the CPU. EXITTRAIN_DEVICE overrules."""
+        import os
+
+        import torch
+
+        default = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+        return torch.device(os.environ.get("EXITTRAIN_DEVICE", default))
+
+    def target(self) -> TargetModel:
+        """The recipe's target, loaded once.
+
+        Raises:
+            InputError: it is made from nothing and the `target` stage has not been run, or it cannot be loaded.
+        """
+        if self._target is None:
+            import torch
+
+            from exittrain.models.target import TargetModel
+
+            section = self.recipe.target
+            if section.scratch is not None:
+                self.run.done("target")
+                source = str(self.run.path / "target" / "model")
+            else:
+                source = str(section.model)
+            dtype = getattr(torch, section.dtype)
+            self._target = TargetModel.from_pretrained(
+                source, dtype=dtype, attention=section.attention, device=self.device
+            )
+        return self._target
+
+    def drafter(self, source: str | Path) -> Drafter:
+        """A drafter from a folder or a spec, for this target."""
+        from exittrain.drafters.registry import load_drafter
+
+        return load_drafter(str(source), self.target())
+
+    def arm(self, name: str) -> ArmSection:
+        """A training arm with everything it left out filled in from the train section."""
+        train = self.recipe.train
+        if train is None or name not in train.arms:
+            raise InputError(
+                f"the recipe has no arm {name!r}: its arms are {', '.join(train.arms) if train else 'none'}"
+            )
+        arm = train.arms[name]
+        filled = {
+            "steps": arm.steps or train.steps,
+            "lr": arm.lr or train.lr,
+            "anchors_per_sequence": arm.anchors_per_sequence or train.anchors_per_sequence,
+            "temperature": self.recipe.sampling.temperature if arm.temperature is None else arm.temperature,
+        }
+        return arm.model_copy(update=filled)
+
+    def tracker(self, stage: str, resume_step: int | None = None) -> Tracker:
+        """Metrics of a stage or an arm ("warmup", "train/reach_kl"), in its folder."""
+        tracking = self.recipe.tracking
+        return Tracker(
+            self.run.stage(stage),
+            name=f"{self.recipe.name}/{stage}",
+            config=self.recipe.model_dump(mode="json"),
+            mode=tracking.wandb,
+            project=tracking.project,
+            entity=tracking.entity,
+            resume_step=resume_step,
+        )
+
+    def stage_key(self, name: str) -> str:
+        """A hash of all that decides a stage's result: recipe parts, files named there, upstream keys, versions.
+
+        `name` is a stage, or `train/<arm>`: adding an arm leaves the others' keys as they are.
+        """
+        if name not in self._keys:
+            parts = {"stage": name, "schema": SCHEMA_VERSION, "code": CODE_VERSION, **key_parts(self, name)}
+            text = json.dumps(parts, sort_keys=True)
+            self._keys[name] = hashlib.sha256(text.encode()).hexdigest()
+        return self._keys[name]
+
+
+def key_parts(context: StageContext, name: str) -> dict[str, Any]:
+    """The ingredients of `stage_key(name)`, JSON-able. What is only about speed or logging is left out."""
+    recipe, key = context.recipe, context.stage_key
+    serving = {"sampling": recipe.sampling.model_dump(), "tree": recipe.tree.model_dump()}
+    if name == "target":
+        target = recipe.target
+        return {"section": target.model_dump(), "seed": recipe.seed, "files": file_hash(target.model)}
+    if name == "data":
+        sources = [source.path for source in (recipe.data.train, recipe.data.heldout) if source is not None]
+        files = [data_hash(path) for path in sources]
+        return {"section": recipe.data.model_dump(), "seed": recipe.seed, "files": files, "target": key("target")}
+    if name == "warmup":
+        section = recipe.warmup.model_dump() if recipe.warmup else None
+        drafter = recipe.drafter
+        files = [file_hash(drafter.model), file_hash(drafter.init)]
+        drafter_part = {"drafter": drafter.model_dump(), "files": files}
+        return {**drafter_part, "section": section, "sampling": serving["sampling"], "data": key("data")}
+    if name == "collect":
+        section = recipe.collect.model_dump() if recipe.collect else None
+        return {"section": section, **serving, "warmup": key("warmup")}
+    if name.startswith("train/"):
+        return _arm_parts(context, name.partition("/")[2], serving)
+    if name == "train":
+        arms = recipe.train.arms if recipe.train else {}
+        control = recipe.train.control if recipe.train else None
+        return {"arms": {arm: key(f"train/{arm}") for arm in arms}, "control": control, "warmup": key("warmup")}
+    if name == "eval":
+        section = recipe.eval.model_dump() if recipe.eval else None
+        return {"section": section, **serving, "train": key("train")}
+    if name == "report":
+        return {"eval": key("eval"), "name": recipe.name}
+    raise InputError(f"no stage {name!r}: the stages are {', '.join(STAGES)}")
+
+
+def _arm_parts(context: StageContext, arm_name: str, serving: dict[str, Any]) -> dict[str, Any]:
+    arm, train, key = context.arm(arm_name), context.recipe.train, context.stage_key
+    assert train is not None  # context.arm has looked
+    shared = train.model_dump(exclude={"arms", "control", "log_every"})
+    upstream = {"warmup": key("warmup")}
+    if arm.source == "shards":
+        upstream["collect"] = key("collect")
+    if arm.match_time is not None and arm.match_time != arm_name:
+        upstream["match_time"] = key(f"train/{arm.match_time}")
+    return {"section": shared, "arm": arm.model_dump(), "seed": context.recipe.seed, **serving, **upstream}
+
+
+def data_hash(path: str | None) -> str | None:
+    """`file_hash` of a data source: a file, a folder, or the name of a set in data/prompts."""
+    from exittrain.records.share import ROOTS
+
+    if path is None or Path(path).exists():
+        return file_hash(path)
+    for candidate in (path, f"data/prompts/{path}.yaml"):
+        for root in ROOTS:
+            if (root / candidate).exists():
+                return file_hash(str(root / candidate))
+    return path
+
+
+def file_hash(path: str | None) -> str | None:
+    """A hash of a file or of all files of a folder, whatever the folder is called; a name that is no path stands for itself."""
+    if path is None or not Path(path).exists():
+        return path
+    root = Path(path)
+    files = [root] if root.is_file() else sorted(file for file in root.rglob("*") if file.is_file())
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.relative_to(root).as_posix()} {file.stat().st_size} {_content_hash(file)}\n".encode())
+    return digest.hexdigest()
+
+
+def _content_hash(file: Path) -> str:
+    size = file.stat().st_size
+    if size <= WHOLE_HASH_BYTES:
+        return sha256(file)
+    digest = hashlib.sha256()
+    with open(file, "rb") as stream:
+        for piece in range(64):
+            stream.seek(piece * (size - (1 << 20)) // 63)
+            digest.update(stream.read(1 << 20))
+    return digest.hexdigest()
