@@ -1,4 +1,4 @@
-"""Atomic files: temporary name in the same folder, fsync, rename, fsync of the folder. A reader sees all of it or none."""
+"""Atomic files: temporary name in the same folder, fsync, rename, fsync of the folder. Readers see all of it or none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run folder: one folder a stage, each with DONE.json written last, naming its key and the sha256 of all its files."""
+"""A run folder: one folder a stage, each with DONE.json written last: its key, and the sha256 of all its files."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class RunFolder:
             return None
 
     def begin(self, stage: str, key: str) -> None:
-        """Make the folder ready for work under `key`: what was made under another key goes, what was begun under it stays."""
+        """Make the folder ready for work under `key`: what another key made goes, what was begun under this one stays."""
         (self.path / stage / DONE).unlink(missing_ok=True)
         if self.started_key(stage) != key:
             self.reset(stage)

@@ -1,4 +1,4 @@
-"""What is on disk: versions and column names. A stored file whose version differs is refused or redone, never guessed."""
+"""What is on disk: versions and columns. A stored file whose version differs is refused or redone, never guessed."""
 
 from __future__ import annotations
 
@@ -6,14 +6,6 @@ from typing import Any
 
 SCHEMA_VERSION = 1  # of DONE.json, manifests and metrics; part of every stage's key
 CODE_VERSION = 1  # raise when a stage's numbers change for the same recipe: every stored stage is then redone
-
-SEQUENCE_COLUMNS = ("sequence_id", "token_ids", "loss_mask", "prompt_len", "source")  # data/{train,heldout}.parquet
-
-# collect/shard-*.parquet: one row an anchor, N drafted nodes, node 0 the root (math.md section 2 names the quantities).
-TREE_COLUMNS = (
-    "sequence_id", "anchor", "token_ids", "parents", "depths", "draft_logprob", "target_logprob", "reach", "miss", "exit",
-    "top_ids", "top_logprobs", "tail_mass", "coverage", "temperature", "drafter_hash", "target_hash",
-)  # fmt: skip
 
 
 def sequence_features() -> Any:
@@ -32,7 +24,7 @@ def sequence_features() -> Any:
 
 
 def tree_features() -> Any:
-    """`datasets.Features` of a shard.
+    """`datasets.Features` of collect/shard-*.parquet: one row an anchor, N drafted nodes (quantities: math.md section 2).
 
     Lists of N+1: token_ids, parents, depths, reach, miss, exit (node order, root first) and the optional target top-k
     (top_ids, top_logprobs [N+1][k], tail_mass [N+1]; empty lists when not kept). Lists of N: draft_logprob,

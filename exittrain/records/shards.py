@@ -1,4 +1,4 @@
-"""Parquet shards with a manifest: rows, bytes and sha256 of each. A damaged shard is named, never skipped in silence."""
+"""Parquet shards with a manifest: rows, bytes, sha256 of each. A damaged shard is named, never skipped in silence."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def shard_is_whole(path: str | Path) -> bool:
     path = Path(path)
     try:
         record = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-        return path.stat().st_size == record["bytes"] and sha256(path) == record["sha256"]
+        return bool(path.stat().st_size == record["bytes"] and sha256(path) == record["sha256"])
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return False
 
 
 def write_manifest(folder: str | Path, count: int, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """manifest.json over all `count` shards of `folder`: {schema_version, shards: {name: {rows, bytes, sha256}}, rows}."""
+    """manifest.json over the `count` shards: {schema_version, shards: {name: {rows, bytes, sha256}}, rows, **extra}."""
     folder = Path(folder)
     shards = {
         name: read_json((folder / name).with_suffix(".json")) for name in (shard_name(i, count) for i in range(count))
@@ -95,9 +95,8 @@ def read_shards(folder: str | Path) -> list[dict[str, Any]]:
     folder = Path(folder)
     manifest = read_json(folder / MANIFEST)
     if manifest.get("schema_version") != SCHEMA_VERSION:
-        raise InputError(
-            f"{folder} has schema version {manifest.get('schema_version')}, this exittrain reads {SCHEMA_VERSION}: collect again"
-        )
+        version = manifest.get("schema_version")
+        raise InputError(f"{folder} has schema version {version}, not {SCHEMA_VERSION}: run `exittrain collect` again")
     rows: list[dict[str, Any]] = []
     for name, record in sorted(manifest["shards"].items()):
         path = folder / name

@@ -8,10 +8,13 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from exittrain.records.files import write_text
 from exittrain.runtime.ranks import is_main
+
+
+Mode = Literal["online", "offline", "disabled"]
 
 
 class Tracker:
@@ -26,12 +29,12 @@ class Tracker:
         run_dir: str | Path,
         name: str,
         config: Mapping[str, Any] | None = None,
-        mode: str = "offline",
+        mode: Mode = "offline",
         project: str = "exittrain",
         entity: str | None = None,
         resume_step: int | None = None,
     ) -> None:
-        """`resume_step`: a resumed loop's last finished step: later lines of an earlier life are dropped. None starts anew."""
+        """`resume_step`: the last finished step of a resumed loop (lines after it are dropped); None starts the file anew."""
         self.path = Path(run_dir) / "metrics.jsonl"
         self._wandb: Any = None
         self._active = is_main()
@@ -61,7 +64,7 @@ class Tracker:
             self._guard(lambda: self._wandb.finish(quiet=True))
             self._wandb = None
 
-    def _start(self, name: str, config: dict[str, Any], mode: str, project: str, entity: str | None) -> None:
+    def _start(self, name: str, config: dict[str, Any], mode: Mode, project: str, entity: str | None) -> None:
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
 

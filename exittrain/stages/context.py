@@ -198,7 +198,7 @@ def data_hash(path: str | None) -> str | None:
 
 
 def file_hash(path: str | None) -> str | None:
-    """A hash of a file or of all files of a folder, whatever the folder is called; a name that is no path stands for itself."""
+    """A hash of a file, or of all files of a folder whatever it is called; a name that is no path stands for itself."""
     if path is None or not Path(path).exists():
         return path
     root = Path(path)
