@@ -1,0 +1,126 @@
+"""What one cell of an evaluation holds, and how cells are kept on disk so that a killed evaluation goes on.
+
+A cell is one (drafter, task, temperature[, verifier]). It is one JSON file, written atomically when it is whole, with
+the key it was made under; a cell with another key, or a damaged one, is made again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from exittrain.errors import InputError
+from exittrain.records.files import read_json, write_json
+from exittrain.stages.evaluation.measures import Floats, Trace
+
+Result = TypeVar("Result", bound="ContextResult | DecodeResult | VerifierResult")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Whose gain over whom is quoted, and what is equal between the two."""
+
+    drafter: str
+    control: str
+    basis: str
+
+
+@dataclass(frozen=True, eq=False)
+class ContextResult:
+    """reach [A, D]: probability that at least d drafted tokens are accepted, d = 1..D, exact given each context's tree.
+
+    Coverage is its sum over depths, because E[accepted] = sum over d of P(accepted >= d).
+    """
+
+    sequence_ids: tuple[str, ...]
+    anchors: tuple[int, ...]
+    reach: Floats
+
+    @property
+    def coverage(self) -> Floats:
+        """[A] sum of the reach of the drafted nodes."""
+        return np.asarray(self.reach.sum(axis=1))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"sequence_ids": self.sequence_ids, "anchors": self.anchors, "reach": self.reach.tolist()}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ContextResult:
+        reach = np.asarray(data["reach"], dtype=np.float64)
+        return cls(tuple(data["sequence_ids"]), tuple(data["anchors"]), reach)
+
+
+@dataclass(frozen=True)
+class DecodeResult:
+    """traces: finished prompts; skipped: reason of each prompt that was not decoded; stage_seconds: summed over rounds."""
+
+    traces: tuple[Trace, ...]
+    skipped: dict[str, str] = field(default_factory=dict)
+    stage_seconds: dict[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        traces = [[t.prompt_id, t.block_lengths, t.coverages, t.num_tokens] for t in self.traces]
+        return {"traces": traces, "skipped": self.skipped, "stage_seconds": self.stage_seconds}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> DecodeResult:
+        traces = tuple(
+            Trace(prompt, tuple(blocks), None if coverages is None else tuple(coverages), tokens)
+            for prompt, blocks, coverages, tokens in data["traces"]
+        )
+        return cls(traces, dict(data["skipped"]), dict(data["stage_seconds"]))
+
+
+@dataclass(frozen=True, eq=False)
+class VerifierResult:
+    """Verifiers on the same trees. expected [A] exact, measured [A] mean of the draws; seconds: of all verdicts."""
+
+    sequence_ids: tuple[str, ...]
+    draws: int
+    expected: dict[str, Floats]
+    measured: dict[str, Floats]
+    seconds: dict[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        tables = {"expected": self.expected, "measured": self.measured}
+        lists = {name: {rule: values.tolist() for rule, values in table.items()} for name, table in tables.items()}
+        return {"sequence_ids": self.sequence_ids, "draws": self.draws, "seconds": self.seconds, **lists}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> VerifierResult:
+        expected, measured = (
+            {rule: np.asarray(values, dtype=np.float64) for rule, values in data[name].items()}
+            for name in ("expected", "measured")
+        )
+        return cls(tuple(data["sequence_ids"]), data["draws"], expected, measured, dict(data["seconds"]))
+
+
+def cell_key(parts: Mapping[str, Any]) -> str:
+    """sha256 over everything that decides a cell's numbers."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class CellStore:
+    """Cells below one folder."""
+
+    folder: Path
+
+    def get(self, kind: type[Result], key: str, make: Callable[[], Result]) -> Result:
+        """The stored cell under `key`, or `make()`, stored before it is returned."""
+        path = self.folder / f"{key[:24]}.json"
+        try:
+            data = read_json(path)
+            if data["key"] == key:
+                return kind.from_json(data["cell"])  # type: ignore[return-value]
+        except (InputError, KeyError, TypeError, ValueError):
+            path.unlink(missing_ok=True)  # missing, or damaged: made again
+        result = make()
+        write_json(path, {"key": key, "cell": result.to_json()})
+        return result

@@ -1,0 +1,177 @@
+"""The shape of metrics.json, as types. No clock value is in it: the same recipe gives the same bytes.
+
+`python -m exittrain.stages.evaluation.schema` prints the JSON schema kept in eval/schema/metrics.schema.json.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+from exittrain.stages.evaluation.intervals import Estimate
+
+SCHEMA_VERSION = 1
+# Beyond a ten-millionth nothing is measured; rounding keeps the file readable and equal between equal runs.
+Number = Annotated[float, AfterValidator(lambda value: round(value, 7))]
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Interval(Part):
+    """A value with its 95 % paired bootstrap interval (null: fewer than two units)."""
+
+    value: Number
+    low: Number | None = None
+    high: Number | None = None
+
+    @classmethod
+    def of(cls, estimate: Estimate) -> Interval:
+        return cls(value=estimate.value, low=estimate.low, high=estimate.high)
+
+    @property
+    def verdict(self) -> str:
+        return Estimate(self.value, self.low, self.high).verdict
+
+
+class DrafterInfo(Part):
+    """role: what the drafter is to the comparison. steps and tokens: what its training spent, where known."""
+
+    name: str
+    role: Literal["warm start", "control", "equal-time control", "arm", "drafter"]
+    objective: str | None = None
+    steps: int | None = None
+    tokens: int | None = None
+    fingerprint: str
+
+
+class Gain(Part):
+    """Relative gain in percent of a drafter's block length over a control's, units (prompts or sequences) paired."""
+
+    drafter: str
+    control: str
+    basis: Literal["equal steps", "equal time", "warm start", "first drafter"]
+    percent: Interval
+    verdict: str
+
+
+class DepthRow(Part):
+    """marginal: P(accepted >= depth); conditional: P(accepted >= depth | accepted >= depth - 1)."""
+
+    depth: int
+    marginal: Number
+    conditional: Number | None
+
+
+class ContextRow(Part):
+    """One drafter at the fixed contexts. expected_block_length = 1 + coverage, exact given the tree."""
+
+    drafter: str
+    expected_block_length: Interval
+    coverage: Number
+    tree_efficiency: Number | None
+    depths: list[DepthRow]
+
+
+class ContextTable(Part):
+    """Exact law at fixed held-out contexts, the same for all drafters; no decoding, no sampling noise."""
+
+    task: str
+    temperature: Number
+    num_contexts: int
+    num_sequences: int
+    oracle_block_length: Interval | None
+    oracle_depths: list[DepthRow]
+    drafters: list[ContextRow]
+    gains: list[Gain]
+
+
+class DecodeRow(Part):
+    """One drafter's decoding. The averages are over the common prompts; counts are of all that was attempted.
+
+    agrees: the measured pooled block length lies in the interval of 1 + coverage computed at the same rounds.
+    """
+
+    drafter: str
+    attempted: int
+    finished: int
+    skipped: dict[str, int]
+    num_rounds: int
+    num_tokens: int
+    block_length_prompt_mean: Interval
+    block_length_pooled: Interval
+    accepted_pooled: Number
+    expected_block_length_pooled: Interval | None
+    agrees: bool | None
+    depths: list[DepthRow]
+
+
+class DecodeTable(Part):
+    """Measured by decoding, one verifier. common_prompts: prompts that every drafter finished."""
+
+    task: str
+    temperature: Number
+    verifier: str
+    common_prompts: int
+    drafters: list[DecodeRow]
+    gains_prompt_mean: list[Gain]
+    gains_pooled: list[Gain]
+
+
+class VerifierRow(Part):
+    """expected: exact given the trees; measured: mean block length of `draws` verdicts on each of the same trees."""
+
+    verifier: str
+    expected: Number
+    measured: Interval
+
+
+class VerifierTable(Part):
+    """All verifiers on the same trees. longest: the verifier whose exact expectation is largest, or "equal"."""
+
+    task: str
+    temperature: Number
+    drafter: str
+    num_trees: int
+    draws: int
+    rows: list[VerifierRow]
+    longest: str
+
+
+class Settings(Part):
+    """What was held fixed for every number here."""
+
+    builder: str
+    budget: int
+    depth: int
+    width: int
+    top_k: int
+    top_p: Number
+    max_new_tokens: int
+    bootstrap: int
+    seed: int
+
+
+class Metrics(Part):
+    schema_version: Literal[1] = SCHEMA_VERSION
+    name: str
+    target_fingerprint: str
+    settings: Settings
+    drafters: list[DrafterInfo]
+    contexts: list[ContextTable]
+    decode: list[DecodeTable]
+    verifiers: list[VerifierTable]
+
+    def info(self, drafter: str) -> DrafterInfo:
+        return next(info for info in self.drafters if info.name == drafter)
+
+
+def json_schema() -> dict[str, Any]:
+    return Metrics.model_json_schema() | {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+
+
+if __name__ == "__main__":
+    print(json.dumps(json_schema(), indent=2, sort_keys=True))
