@@ -1,0 +1,156 @@
+"""Coverage of a drafter's trees at many anchors of many sequences, exact and without decoding: 1 + C is the expected block length.
+
+Shapes: S sequences, R anchors over all sequences, M = N+1 nodes padded, D the deepest level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from exittrain.build.base import TreeShape
+from exittrain.build.registry import get_builder
+from exittrain.law.exit_law import ExitLaw, batch_exit_law
+from exittrain.law.sampling import Sampling
+from exittrain.stages.training.scoring import score_edges
+from exittrain.tree.batch import TreeBatch
+
+if TYPE_CHECKING:
+    from exittrain.drafters.base import Drafter
+    from exittrain.models.target import TargetModel
+
+MAX_TOKENS = 8192  # padded sequence tokens of one group
+MAX_TREES = 1024  # trees of one group
+
+
+@dataclass(frozen=True, eq=False)
+class Coverage:
+    """Per anchor, in the order given (CPU tensors).
+
+    coverage [R] float64: C of the drafter's tree; depth_reach [R, D] float64: P(at least d tokens accepted), summing to C
+    over d; num_nodes [R]: drafted nodes; oracle [R] float64: C*(N), the target drafting for itself, or None.
+    """
+
+    tree_sequence: Tensor
+    anchors: Tensor
+    coverage: Tensor
+    depth_reach: Tensor
+    num_nodes: Tensor
+    oracle: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredTrees:
+    """One group's trees with the target's law: `rows` [R'] says which anchors of the whole they belong to."""
+
+    rows: Tensor
+    trees: TreeBatch
+    edge_logprobs: Tensor
+    law: ExitLaw
+
+
+def coverage_of(
+    target: TargetModel,
+    drafter: Drafter,
+    sequences: Sequence[Tensor],
+    tree_sequence: Tensor,
+    anchors: Tensor,
+    shape: TreeShape,
+    sampling: Sampling,
+    builder: str = "best_first",
+    oracle: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> Coverage:
+    """Draw the drafter's tree at every anchor, score it with the target behind its full context, return its exit law's sums.
+
+    sequences: S 1-D token tensors; tree_sequence [R]: which sequence; anchors [R]: position of the root in it.
+    `progress` is told how many anchors each finished group had.
+    """
+    count = anchors.numel()
+    coverage, num_nodes = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.int64)
+    depth_reach = torch.zeros(count, shape.depth, dtype=torch.float64)
+    best = torch.zeros(count, dtype=torch.float64) if oracle else None
+    for rows in anchor_groups([len(s) for s in sequences], tree_sequence):
+        scored = draw_and_score(target, drafter, sequences, tree_sequence, anchors, rows, shape, sampling, builder)
+        coverage[rows], depth_reach[rows] = scored.law.coverage.cpu(), _depth_reach(scored, shape.depth).cpu()
+        num_nodes[rows] = scored.trees.valid.sum(1).cpu() - 1
+        if best is not None:
+            best[rows] = _oracle_coverage(target, sequences, tree_sequence, anchors, rows, shape, sampling)
+        if progress is not None:
+            progress(rows.numel())
+    return Coverage(tree_sequence, anchors, coverage, depth_reach, num_nodes, best)
+
+
+def anchor_groups(lengths: Sequence[int], tree_sequence: Tensor) -> Iterator[Tensor]:
+    """Rows [R'] of the anchors, grouped so that sequences of like length share a forward and memory stays bounded."""
+    members: dict[int, list[int]] = {}
+    for row, sequence in enumerate(tree_sequence.tolist()):
+        members.setdefault(sequence, []).append(row)
+    group: list[int] = []
+    num_sequences = 0
+    for sequence in sorted(members, key=lambda s: (lengths[s], s)):
+        full = (num_sequences + 1) * lengths[sequence] > MAX_TOKENS or len(group) + len(members[sequence]) > MAX_TREES
+        if group and full:
+            yield torch.tensor(group)
+            group, num_sequences = [], 0
+        group.extend(members[sequence])
+        num_sequences += 1
+    if group:
+        yield torch.tensor(group)
+
+
+def _group_inputs(
+    sequences: Sequence[Tensor], tree_sequence: Tensor, anchors: Tensor, rows: Tensor
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """(sequences of the group, which of them each tree belongs to, anchors)."""
+    used, local = tree_sequence[rows].unique(return_inverse=True)
+    return [sequences[i] for i in used.tolist()], local, anchors[rows]
+
+
+@torch.no_grad()
+def draw_and_score(
+    target: TargetModel,
+    drafter: Drafter,
+    sequences: Sequence[Tensor],
+    tree_sequence: Tensor,
+    anchors: Tensor,
+    rows: Tensor,
+    shape: TreeShape,
+    sampling: Sampling,
+    builder: str = "best_first",
+) -> ScoredTrees:
+    """The drafter's trees at the anchors `rows` and the target's exit law on them."""
+    inputs = _group_inputs(sequences, tree_sequence, anchors, rows)
+    trees = get_builder(builder)(drafter.session(*inputs, sampling.for_drafting()), shape).trees
+    used, local, positions = inputs
+    hidden = target.tree_hidden(used, trees, local, positions)
+    scores = score_edges(target.head, hidden, trees, sampling, target.vocab_size)
+    return ScoredTrees(rows, trees, scores.edge_logprobs, batch_exit_law(trees, scores.edge_logprobs))
+
+
+@torch.no_grad()
+def _oracle_coverage(
+    target: TargetModel,
+    sequences: Sequence[Tensor],
+    tree_sequence: Tensor,
+    anchors: Tensor,
+    rows: Tensor,
+    shape: TreeShape,
+    sampling: Sampling,
+) -> Tensor:
+    """[R'] C*(N): the target's own trees; their draft log-probabilities are the target's, so no second scoring is due."""
+    session = target.session(*_group_inputs(sequences, tree_sequence, anchors, rows), sampling)
+    trees = get_builder("oracle")(session, shape).trees
+    assert trees.draft_logprobs is not None  # every builder sets them
+    return batch_exit_law(trees, trees.draft_logprobs.double()).coverage.cpu()
+
+
+def _depth_reach(scored: ScoredTrees, depth: int) -> Tensor:
+    """[R', D] reach summed over the nodes of each depth."""
+    depths, reach = scored.trees.depths, scored.law.reach
+    total = torch.zeros(len(scored.trees), depth + 1, dtype=reach.dtype, device=reach.device)
+    return total.scatter_add(1, depths, reach * scored.trees.valid)[:, 1:]
