@@ -1,0 +1,176 @@
+"""Prompt sets (data/prompts) and benchmarks (eval/benchmarks): one YAML each, naming a public source and a small fixture.
+
+The full public file is used when it is there ($EXITTRAIN_DATA/<name>.jsonl) or asked for (`<name>:public` downloads it);
+otherwise the fixture, and every prompt says which of the two it came from.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from exittrain.errors import InputError, nearest
+from exittrain.law.seeding import seed_for
+from exittrain.records.files import sha256
+from exittrain.records.share import share_names, share_path
+from exittrain.stages.conversations.messages import Conversation, Refused, parse_row
+from exittrain.stages.conversations.rows import read_file, read_hub, usable
+
+FOLDERS = ("eval/benchmarks", "data/prompts")
+
+
+class PromptSet(BaseModel):
+    """One file of data/prompts or eval/benchmarks. `file` is ours and complete; `hub` is public and needs a download."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    name: str
+    version: int = 1
+    description: str = ""
+    licence: str
+    homepage: str | None = None
+    hub: str | None = None
+    config: str | None = None
+    revision: str | None = None
+    split: str = "train"
+    template: str | None = None  # str.format over the row's fields gives the user turn; default: the usual row shapes
+    file: str | None = None
+    fixture: str | None = None
+    fixture_licence: str | None = None
+    sha256: str | None = None  # of `file`
+    count: int | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """User turns to answer one after the other. source: `<set>`, `<set> (fixture)` or a path."""
+
+    id: str
+    turns: tuple[str, ...]
+    source: str
+    system: str | None = None
+
+    @property
+    def messages(self) -> list[tuple[str, str]]:
+        """(role, content) of the first prompt."""
+        system = [] if self.system is None else [("system", self.system)]
+        return [*system, ("user", self.turns[0])]
+
+
+def load_prompts(name_or_path: str, count: int | None = None, seed: int = 0) -> list[Prompt]:
+    """Prompts of a benchmark, a prompt set, `<name>:public`, or a JSONL file; `count` of them drawn by `seed`, in file order.
+
+    Raises:
+        InputError: no such set or file, a file that is not the one the set names, or no usable row in it.
+    """
+    conversations, refused = load_set(name_or_path, count, seed)
+    if not conversations:
+        reasons = ", ".join(f"{number} {reason}" for reason, number in refused.items()) or "it is empty"
+        raise InputError(f"no usable prompt in {name_or_path!r}: {reasons}")
+    return [
+        Prompt(c.id, tuple(c.user_turns), c.source, c.messages[0][1] if c.messages[0][0] == "system" else None)
+        for c in conversations
+    ]
+
+
+def load_set(name_or_path: str, count: int | None = None, seed: int = 0) -> tuple[list[Conversation], Counter[str]]:
+    """Conversations behind `load_prompts`, and the refused rows by reason."""
+    name, _, public = name_or_path.partition(":")
+    known = known_sets()
+    if name in known and public in ("", "public"):
+        prompts = read_set(known[name])
+        rows, source = _rows_of(prompts, public == "public")
+        return _choose(rows, source, prompts.template, count or prompts.count, seed or prompts.seed)
+    path = Path(name_or_path)
+    if not path.is_file():
+        raise InputError(f"{name_or_path!r} is neither a prompt set nor a JSONL file{nearest(name, sorted(known))}")
+    return _choose(list(read_file(path)), name_or_path, None, count, seed)
+
+
+def known_sets() -> dict[str, Path]:
+    """Name to YAML of every set that comes with exittrain."""
+    return {
+        entry.removesuffix(".yaml"): share_path(f"{folder}/{entry}")
+        for folder in FOLDERS
+        for entry in share_names(folder)
+        if entry.endswith(".yaml")
+    }
+
+
+def expand_tasks(tasks: list[str]) -> list[str]:
+    """Tasks with the names of eval/suites replaced by the suite's own tasks; order kept, twins dropped."""
+    suites = {entry.removesuffix(".yaml") for entry in share_names("eval/suites")}
+    found: list[str] = []
+    for task in tasks:
+        found += _yaml(share_path(f"eval/suites/{task}.yaml"))["tasks"] if task in suites else [task]
+    return list(dict.fromkeys(found))
+
+
+def read_set(path: Path) -> PromptSet:
+    """Parse and check one YAML. Raises InputError with the file and its first fault."""
+    try:
+        return PromptSet.model_validate(_yaml(path))
+    except ValidationError as error:
+        fault = error.errors()[0]
+        raise InputError(f"{path}: {'.'.join(map(str, fault['loc']))}: {fault['msg']}") from None
+
+
+def _yaml(path: Path) -> Any:
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise InputError(f"{path} is no YAML: {str(error).splitlines()[0]}") from None
+
+
+def _rows_of(prompts: PromptSet, public: bool) -> tuple[list[Any], str]:
+    folder = os.environ.get("EXITTRAIN_DATA")
+    if folder and (Path(folder) / f"{prompts.name}.jsonl").is_file():
+        return list(read_file(Path(folder) / f"{prompts.name}.jsonl")), prompts.name
+    if prompts.file is not None:
+        path = share_path(prompts.file)
+        if prompts.sha256 and sha256(path) != prompts.sha256:
+            raise InputError(f"{path} is not the file that {prompts.name!r} names: its sha256 differs")
+        return list(read_file(path)), prompts.name
+    if public and prompts.hub:
+        return list(read_hub(prompts.hub, prompts.config, prompts.revision, prompts.split)), prompts.name
+    if prompts.fixture is None:
+        raise InputError(f"{prompts.name!r} carries no prompts: use '{prompts.name}:public' or set EXITTRAIN_DATA")
+    return list(read_file(share_path(prompts.fixture))), f"{prompts.name} (fixture)"
+
+
+def _choose(
+    rows: list[Any], source: str, template: str | None, count: int | None, seed: int
+) -> tuple[list[Conversation], Counter[str]]:
+    """The first `count` usable rows in a seeded order, put back in file order: bad rows do not thin the sample."""
+    order = list(range(len(rows)))
+    if count is not None and count < len(rows):
+        random.Random(seed_for(seed, "prompts", source)).shuffle(order)
+    found: dict[int, Conversation] = {}
+    refused: Counter[str] = Counter()
+    for index in order:
+        if count is not None and len(found) == count:
+            break
+        try:
+            found[index] = parse_row(_templated(usable(rows[index]), template), str(index), source)
+        except Refused as reason:
+            refused[str(reason)] += 1
+    return [found[index] for index in sorted(found)], refused
+
+
+def _templated(row: Any, template: str | None) -> Any:
+    """Rows in a usual shape pass through `template` only where its fields are there (a full public file may be chat-shaped)."""
+    if template is None or not isinstance(row, dict) or "turns" in row or "messages" in row:
+        return row
+    try:
+        return {"prompt": template.format(**row), **({"id": row["id"]} if "id" in row else {})}
+    except KeyError as error:
+        raise Refused(f"no field {error} for the template") from None
+
+
