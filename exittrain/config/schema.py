@@ -14,7 +14,7 @@ Objective = Literal["token", "exit", "exit_depth", "reach", "exit_kl", "reach_kl
 class Section(BaseModel):
     """Every section refuses keys it does not know and cannot be changed after loading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class ShapeSection(Section):

@@ -1,4 +1,4 @@
-"""Atomic files: temporary name in the same folder, fsync, rename, fsync of the folder. Readers see all of it or none."""
+"""Atomic files: temporary name in the same folder, fsync, rename, fsync of the folder. Readers see all or nothing."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class RunFolder:
             return None
 
     def begin(self, stage: str, key: str) -> None:
-        """Make the folder ready for work under `key`: what another key made goes, what was begun under this one stays."""
+        """Make the folder ready for work under `key`: what another key made goes, what this key began stays."""
         (self.path / stage / DONE).unlink(missing_ok=True)
         if self.started_key(stage) != key:
             self.reset(stage)

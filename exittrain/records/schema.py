@@ -24,7 +24,7 @@ def sequence_features() -> Any:
 
 
 def tree_features() -> Any:
-    """`datasets.Features` of collect/shard-*.parquet: one row an anchor, N drafted nodes (quantities: math.md section 2).
+    """`datasets.Features` of collect/shard-*.parquet: one row an anchor with N drafted nodes (math.md section 2).
 
     Lists of N+1: token_ids, parents, depths, reach, miss, exit (node order, root first) and the optional target top-k
     (top_ids, top_logprobs [N+1][k], tail_mass [N+1]; empty lists when not kept). Lists of N: draft_logprob,

@@ -93,7 +93,7 @@ class RichBar(Bar):
 
 @contextmanager
 def progress_bar(total: int | None, description: str, unit: str = "it") -> Iterator[Bar]:
-    """A `Bar` for a loop that counts its own units: `with progress_bar(n, "collect", "trees") as bar: bar.advance(8)`."""
+    """A `Bar` for a loop that counts its own units: `with progress_bar(n, "collect", "trees") as bar: ...`."""
     kind = Bar if not enabled() else RichBar if sys.stderr.isatty() else LineBar
     bar = kind(total, description, unit)
     bar.start()

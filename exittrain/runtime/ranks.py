@@ -1,11 +1,20 @@
-"""Which process this is. Everything works without torch.distributed: then there is one rank, 0 of 1."""
+"""Which process this is. Without a launcher there is one rank, 0 of 1, and nothing here touches torch.distributed.
+
+A launcher (`deepspeed`, `torchrun`) is known by RANK, LOCAL_RANK and WORLD_SIZE, which it sets for its own children;
+SLURM's variables are not looked at, since an interactive allocation sets them for a single process too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+
+Answer = TypeVar("Answer")
 
 
 def is_distributed() -> bool:
@@ -13,12 +22,31 @@ def is_distributed() -> bool:
 
 
 def rank() -> int:
-    """This process's number among all; 0 when alone."""
-    return dist.get_rank() if is_distributed() else 0
+    """This process's number among all, also before `setup`; 0 when alone."""
+    if is_distributed():
+        return dist.get_rank()
+    return int(os.environ["RANK"]) if _launched() else 0
 
 
 def world_size() -> int:
-    return dist.get_world_size() if is_distributed() else 1
+    """How many processes take part."""
+    if is_distributed():
+        return dist.get_world_size()
+    return int(os.environ["WORLD_SIZE"]) if _launched() else 1
+
+
+def _launched() -> bool:
+    return all(os.environ.get(name, "").isdigit() for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+
+
+def setup(device: torch.device) -> None:
+    """Join the launcher's other processes; nothing to do when alone. `deepspeed.initialize` takes the group up later.
+
+    The timeout is long because ranks also wait here while the main one does what one process does best.
+    """
+    if world_size() > 1 and not is_distributed():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(hours=12))
 
 
 def is_main() -> bool:
@@ -62,3 +90,21 @@ def any_rank(flag: bool) -> bool:
     value = torch.tensor([int(flag)], device=_device())
     dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return bool(value.item())
+
+
+def from_main(action: Callable[[], Answer]) -> Answer:
+    """The main rank's answer on every rank; its exception too, so that all leave together."""
+    if world_size() == 1:
+        return action()
+    box: list[tuple[bool, Any] | None] = [None]
+    if is_main():
+        try:
+            box[0] = (True, action())
+        except Exception as error:
+            box[0] = (False, error)
+    dist.broadcast_object_list(box)
+    assert box[0] is not None
+    worked, answer = box[0]
+    if not worked:
+        raise answer
+    return cast(Answer, answer)

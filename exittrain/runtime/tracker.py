@@ -13,7 +13,6 @@ from typing import Any, Literal
 from exittrain.records.files import write_text
 from exittrain.runtime.ranks import is_main
 
-
 Mode = Literal["online", "offline", "disabled"]
 
 
@@ -34,7 +33,7 @@ class Tracker:
         entity: str | None = None,
         resume_step: int | None = None,
     ) -> None:
-        """`resume_step`: the last finished step of a resumed loop (lines after it are dropped); None starts the file anew."""
+        """`resume_step`: last finished step of a resumed loop (lines after it are dropped); None starts anew."""
         self.path = Path(run_dir) / "metrics.jsonl"
         self._wandb: Any = None
         self._active = is_main()

@@ -93,7 +93,7 @@ class StageContext:
 
     def drafter(self, source: str | Path) -> Drafter:
         """A drafter from a folder or a spec, for this target."""
-        from exittrain.drafters.registry import load_drafter
+        from exittrain.drafters.load import load_drafter
 
         return load_drafter(str(source), self.target())
 

@@ -1,0 +1,34 @@
+"""One writer a folder. The lock is the kernel's: it goes with the process, however that ends, so it is never stale."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from exittrain.errors import InputError
+
+
+@contextmanager
+def hold(folder: str | Path) -> Iterator[None]:
+    """Own `folder` while inside.
+
+    Raises:
+        InputError: another process owns it (named).
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.read(descriptor, 64).decode(errors="replace").strip() or "another process"
+            raise InputError(f"{folder} is in use by process {owner}: wait for it, or set another run_dir") from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)

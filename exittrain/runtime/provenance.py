@@ -1,0 +1,70 @@
+"""Who made a result, with what: git commit and changes, versions, command line, hardware."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import exittrain
+
+PACKAGES = ("exittrain", "torch", "transformers", "deepspeed", "datasets", "peft", "safetensors", "numpy", "wandb")
+
+
+def collect_provenance(argv: list[str] | None = None) -> dict[str, Any]:
+    """JSON-able facts about this process; `git` is None outside a checkout. Contains no clock and no environment."""
+    import torch
+
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "argv": list(sys.argv if argv is None else argv),
+        "git": _git(),
+        "python": platform.python_version(),
+        "versions": {name: found for name in PACKAGES if (found := _version(name)) is not None},
+        "hardware": {
+            "machine": platform.machine(),
+            "cpu": _cpu_name(),
+            "cpus": len(os.sched_getaffinity(0)),
+            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            "gpus": gpus,
+        },
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )
+
+
+def _git() -> dict[str, Any] | None:
+    root = Path(exittrain.__file__).resolve().parents[1]
+    if not (root / ".git").exists():
+        return None
+    commit, changes = _run_git(root, "rev-parse", "HEAD"), _run_git(root, "diff", "HEAD")
+    return None if commit is None else {"commit": commit.strip(), "diff": changes or ""}
+
+
+def _run_git(root: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=20, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout
