@@ -1,0 +1,69 @@
+"""One way to every drafter: a saved folder, any causal LM, or layers of the target."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from exittrain.drafters.causal import DRAFTER_FILE, SCHEMA_VERSION, Drafter
+from exittrain.drafters.layers import copy_layers, share_with_target
+from exittrain.drafters.vocabulary import check_vocabulary
+from exittrain.errors import InputError
+from exittrain.models.causal import CausalModel
+
+
+def load_drafter(
+    source: str | Path,
+    target: CausalModel,
+    dtype: torch.dtype | None = None,
+    attention: str | None = None,
+    share_embeddings: bool = True,
+) -> Drafter:
+    """A drafter for `target`, on its device, trainable, in `dtype` (default: the target's).
+
+    source: a folder written by `Drafter.save`, any source `CausalModel.from_pretrained` takes, `layers:4` (the
+    target's first 4) or `layers:0,5,29` (those). Raises InputError where it cannot be read, or where its vocabulary
+    is not the target's, naming ids that differ.
+    """
+    if str(source).startswith("layers:"):
+        return copy_layers(target, _parse_layers(str(source)), dtype, share_embeddings)
+    model = CausalModel.from_pretrained(
+        source,
+        dtype=dtype or target.dtype,
+        attention=attention or target.module.config._attn_implementation,
+        device=target.device,
+    )
+    check_vocabulary(model, target)
+    model.module.requires_grad_(True)
+    note = _read_note(Path(source))
+    drafter = Drafter(model, str(note.get("kind", "causal_lm")), target.fingerprint())
+    frozen = set(note.get("frozen") or ())
+    for name, parameter in model.module.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    if frozen and drafter.kind == "layers":
+        share_with_target(model, target)
+    return drafter
+
+
+def _parse_layers(spec: str) -> int | list[int]:
+    text = spec.removeprefix("layers:")
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise InputError(f"{spec!r} is no drafter; write layers:4 (the first 4) or layers:0,5,29") from error
+    return numbers[0] if len(numbers) == 1 else numbers
+
+
+def _read_note(folder: Path) -> dict[str, object]:
+    file = folder / DRAFTER_FILE
+    if not file.exists():
+        return {}
+    try:
+        note = json.loads(file.read_text())
+    except (ValueError, OSError) as error:
+        raise InputError(f"{file} cannot be read; save the drafter again") from error
+    if not isinstance(note, dict) or note.get("schema_version") != SCHEMA_VERSION:
+        raise InputError(f"{file} has another schema than {SCHEMA_VERSION}; save the drafter with this version")
+    return note

@@ -1,0 +1,144 @@
+"""A key-value cache for rows of different lengths that trees are run behind and accepted paths are kept in.
+
+Shapes: S rows, K cached columns, W new columns, M nodes with the root, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from exittrain.models.masks import additive_mask
+from exittrain.models.packed import pad_rows
+from exittrain.tree.batch import TreeBatch
+
+if TYPE_CHECKING:
+    from exittrain.models.causal import CausalModel
+
+
+class TreeCache:
+    """Cached columns of S rows. A column is committed (part of the row's context) or not (a node, or padding).
+
+    committed [S, K] bool; lengths [S] committed tokens of each row. Nodes are appended as uncommitted columns and see
+    what their mask says; `commit` keeps the accepted ones by gathering and drops the rest, so a column's place never
+    says anything about its position (math.md section 7). Nothing here is differentiable.
+    """
+
+    def __init__(self, model: CausalModel, num_rows: int) -> None:
+        self.model = model
+        self.committed = torch.zeros((num_rows, 0), dtype=torch.bool, device=model.device)
+        self._store = DynamicCache()
+        self._score_start = 0
+
+    @property
+    def lengths(self) -> Tensor:
+        """[S] committed tokens of each row."""
+        return self.committed.sum(1)
+
+    @property
+    def num_rows(self) -> int:
+        return self.committed.shape[0]
+
+    @property
+    def num_columns(self) -> int:
+        """K: columns in memory, holes and nodes included."""
+        return self.committed.shape[1]
+
+    @torch.no_grad()
+    def extend(self, rows: Sequence[Tensor]) -> Tensor:
+        """Append and commit each row's next tokens (1-D ids, any lengths, none allowed).
+
+        Returns hidden [S, W, H], right-padded: row s holds its tokens' states at 0..len(rows[s])-1.
+        """
+        tokens, counts = pad_rows([row.to(self.model.device) for row in rows])
+        width = tokens.shape[1]
+        if width == 0:
+            return torch.zeros((len(rows), 0, self.model.hidden_size), dtype=self.model.dtype, device=tokens.device)
+        index = torch.arange(width, device=tokens.device)
+        visible = None
+        if self.num_columns > 0:
+            causal = (index[:, None] >= index).expand(self.num_rows, -1, -1)
+            visible = torch.cat([self.committed[:, None].expand(-1, width, -1), causal], dim=-1)
+        hidden = self._run(tokens, self.lengths[:, None] + index, visible)
+        self.committed[:, -width:] = index < counts[:, None]
+        return hidden
+
+    @torch.no_grad()
+    def append(self, token_ids: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
+        """Run nodes [S, W] at positions [S, W] as uncommitted columns; visible [S, W, K+W] bool, each node itself.
+
+        Returns hidden [S, W, H].
+        """
+        return self._run(token_ids, positions, visible)
+
+    @torch.no_grad()
+    def score(self, trees: TreeBatch) -> Tensor:
+        """Run one tree a row, root included, behind the committed context (which ends before the root).
+
+        Returns hidden [S, M, H]: row i predicts the token after node i. Follow with `accept` or `rollback`.
+        """
+        self._score_start = self.num_columns
+        context = self.committed[:, None].expand(-1, trees.token_ids.shape[1], -1)
+        visible = torch.cat([context, trees.visible()], dim=-1)
+        return self._run(trees.token_ids, self.lengths[:, None] + trees.depths, visible)
+
+    def accept(self, paths: Sequence[Sequence[int]]) -> None:
+        """Commit the root and the nodes of each row's path (indices of the last scored trees, from depth 1 down)."""
+        nodes = pad_paths([[0, *path] for path in paths], self.committed.device)
+        self.commit(torch.where(nodes >= 0, nodes + self._score_start, nodes))
+
+    def rollback(self) -> None:
+        """Drop every uncommitted column."""
+        self.commit(self.committed.new_zeros((self.num_rows, 0), dtype=torch.int64))
+
+    def commit(self, columns: Tensor) -> None:
+        """Commit further columns [S, D] in the given order (-1 is padding) and drop all other uncommitted ones."""
+        index = torch.arange(self.num_columns, device=columns.device)
+        kept = torch.cat([torch.where(self.committed, index, -1), columns], dim=1)
+        order = (kept < 0).to(torch.uint8).argsort(dim=1, stable=True)
+        self.keep(kept.gather(1, order)[:, : int((kept >= 0).sum(1).max())])
+
+    @torch.no_grad()
+    def keep(self, columns: Tensor) -> None:
+        """Keep just these columns [S, C], in this order, as each row's committed context; -1 is padding on the right."""
+        valid, index = columns >= 0, columns.clamp(min=0)
+        moved = (valid & (index != torch.arange(columns.shape[1], device=columns.device))).any(0)
+        width, first = columns.shape[1], int(moved.to(torch.uint8).argmax()) if bool(moved.any()) else columns.shape[1]
+        for layer in self._store.layers:
+            for name in ("keys", "values"):
+                states = getattr(layer, name)
+                if first < width:  # columns before `first` already lie in place
+                    tail = index[:, None, first:, None].expand(-1, states.shape[1], -1, states.shape[3])
+                    states[:, :, first:width] = states.gather(2, tail)
+                setattr(layer, name, states[:, :, :width])
+        self.committed = valid
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep rows [S'] (indices, in this order)."""
+        rows = rows.to(self.committed.device)
+        for layer in self._store.layers:
+            layer.keys, layer.values = layer.keys.index_select(0, rows), layer.values.index_select(0, rows)
+        self.committed = self.committed[rows]
+        self.rollback()
+
+    def crop(self, lengths: Tensor) -> None:
+        """Shorten each row's context to lengths [S] (no more than it has)."""
+        self.committed = self.committed & (self.committed.cumsum(1) <= lengths.to(self.committed.device)[:, None])
+        self.rollback()
+
+    def _run(self, tokens: Tensor, positions: Tensor, visible: Tensor | None) -> Tensor:
+        mask = None if visible is None else additive_mask(visible, self.model.dtype)
+        hidden = self.model.hidden(tokens, positions, mask, self._store)
+        added = self.committed.new_zeros(tokens.shape)
+        self.committed = torch.cat([self.committed, added], dim=1)
+        return hidden
+
+
+def pad_paths(paths: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Lists of indices as one tensor [S, D], padded with -1 on the right."""
+    width = max((len(path) for path in paths), default=0)
+    return torch.tensor([[*path, *[-1] * (width - len(path))] for path in paths], device=device, dtype=torch.int64)

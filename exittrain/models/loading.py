@@ -1,0 +1,114 @@
+"""From what a user names (folder, GGUF file, known name, hub id) to a module and a tokenizer, or one clear line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from exittrain.errors import InputError, nearest
+from exittrain.models.fetch import KNOWN_MODELS, fetch
+
+
+def load_pretrained(source: str | Path, dtype: torch.dtype, attention: str) -> tuple[Any, Any, str]:
+    """(module, tokenizer or None, display name) of a model source; raises InputError where it cannot be used."""
+    path = Path(source).expanduser()
+    if not path.exists():
+        if str(source) in KNOWN_MODELS:
+            return load_pretrained(fetch(str(source)), dtype, attention)[:2] + (str(source),)
+        if path.is_absolute() or str(source).startswith(("./", "../", "~")) or path.suffix == ".gguf":
+            raise InputError(f"{source} does not exist; name a folder, a GGUF file, a hub id or a known model")
+        return *_load(str(source), str(source), dtype, attention), str(source)
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise InputError(f"{path} is a file but not a .gguf; name the model's folder instead")
+        return *_load(str(path.parent), str(path), dtype, attention, gguf_file=path.name), path.stem
+    if (path / "config.json").exists():
+        check_weights(path)
+        return *_load(str(path), str(path), dtype, attention), path.resolve().name
+    files = sorted(path.glob("*.gguf"))
+    if len(files) == 1:
+        return load_pretrained(files[0], dtype, attention)
+    found = f"{len(files)} GGUF files, name one of them" if files else "neither a config.json nor a GGUF file"
+    raise InputError(f"{path} holds {found}")
+
+
+def check_weights(folder: Path) -> None:
+    """Raise InputError naming the weight file of a Hugging Face folder that is missing or cut short."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise InputError(f"{index} cannot be read; copy it again") from error
+    elif (folder / "model.safetensors").exists():
+        names = ["model.safetensors"]
+    elif list(folder.glob("pytorch_model*.bin")):
+        return
+    else:
+        raise InputError(f"{folder / 'model.safetensors'} is missing; the folder holds no weights")
+    for name in names:
+        file = folder / name
+        if not file.exists():
+            raise InputError(f"{file} is missing; copy the model's folder again")
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{file} is damaged or cut short; copy it again") from error
+
+
+def load_tokenizer(source: str, **extra: Any) -> Any:
+    """The tokenizer beside a model, or None where there is none."""
+    folder = Path(source)
+    if folder.is_dir() and "gguf_file" not in extra and not any(folder.glob("tokenizer*")):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(source, **extra)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise InputError(f"the tokenizer of {source} cannot be loaded: {_first_line(error)}") from error
+
+
+def _load(source: str, shown: str, dtype: torch.dtype, attention: str, **extra: Any) -> tuple[Any, Any]:
+    with quiet_transformers():
+        try:
+            module, info = AutoModelForCausalLM.from_pretrained(
+                source, dtype=dtype, attn_implementation=attention, output_loading_info=True, **extra
+            )
+        except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
+            if isinstance(error, OSError) and not Path(source).exists():
+                guess = nearest(shown, sorted(KNOWN_MODELS))
+                raise InputError(
+                    f"{shown} is no local folder and cannot be had from the hub{guess}; "
+                    "check the name and the network, or give a local folder"
+                ) from error
+            raise InputError(f"{shown} cannot be loaded as a causal LM: {_first_line(error)}") from error
+        if missing := sorted(info["missing_keys"]):
+            raise InputError(f"{shown} lacks {len(missing)} weights, first {missing[0]}; they would be random numbers")
+        return module, load_tokenizer(source, **extra)
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No loading bars or notes of transformers: what goes wrong is raised, what goes well needs no print."""
+    level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:200] if lines else type(error).__name__
