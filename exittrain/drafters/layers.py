@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from exittrain.drafters.causal import Drafter
+from exittrain.drafters.base import Drafter
 from exittrain.errors import InputError
 from exittrain.models.causal import CausalModel
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from exittrain.drafters.causal import DRAFTER_FILE, SCHEMA_VERSION, Drafter
+from exittrain.drafters.base import DRAFTER_FILE, SCHEMA_VERSION, Drafter
 from exittrain.drafters.layers import copy_layers, share_with_target
 from exittrain.drafters.vocabulary import check_vocabulary
 from exittrain.errors import InputError
