@@ -18,7 +18,8 @@ class DraftSession(Protocol):
     """A model (the drafter; for `oracle` the target) standing at B contexts, ready to look ahead.
 
     Slots number what the session has seen: slot 0 is each context's root, the first wave of W nodes gets 1..W, the next
-    W' nodes W+1..W+W', padding included. All log-probabilities are float32 and already processed (temperature, top-k, top-p).
+    W' nodes W+1..W+W', padding included. All log-probabilities are float32 and already processed (temperature, top-k,
+    top-p).
     """
 
     root_tokens: Tensor  # [B] the last token of each context

@@ -40,13 +40,12 @@ class Sampling:
         return Sampling() if self.greedy else self
 
 
-def process_logits(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Processed log-probabilities [..., V] float32 of raw logits [..., V]; tokens cut off have -inf.
+def log_weights(logits: Tensor, sampling: Sampling) -> Tensor:
+    """`process_logits` before its renormalisation: log-weights [..., V] whose largest is 0; tokens cut off have -inf.
 
-    Order: temperature, top-k, top-p, renormalise. Greedy: 0 at the first argmax, -inf elsewhere. The input is not
-    written to. NaN or +inf logits, or a row with no finite logit, raise InputError.
+    Float32 (float64 where the logits are). For callers that need one sum of their own over a row.
     """
-    scores = logits.float()
+    scores = logits if logits.dtype == torch.float64 else logits.float()
     best, token = scores.max(dim=-1, keepdim=True)
     if not bool(torch.isfinite(best).all()):
         raise InputError("logits hold NaN or infinity (or a row with no token left): the model's output is unusable")
@@ -58,7 +57,16 @@ def process_logits(logits: Tensor, sampling: Sampling) -> Tensor:
         scores = scores.masked_fill(scores < kth, -torch.inf)
     if sampling.top_p < 1:
         ordered, index = scores.sort(dim=-1, descending=True, stable=True)
-        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
-        cut = (before >= sampling.top_p).scatter(-1, index, before >= sampling.top_p)
-        scores = scores.masked_fill(cut, -torch.inf)
-    return scores.log_softmax(dim=-1)
+        probs = ordered.softmax(-1)
+        before = probs.cumsum(-1) - probs
+        scores = scores.masked_fill((before >= sampling.top_p).scatter(-1, index, before >= sampling.top_p), -torch.inf)
+    return scores
+
+
+def process_logits(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Processed log-probabilities [..., V] of raw logits [..., V]; tokens cut off have -inf.
+
+    Float32, float64 where the logits are. Order: temperature, top-k (ties with the last are kept), top-p, renormalise. Greedy: 0 at the first argmax, -inf
+    elsewhere. The input is not written to. NaN or +inf logits, or a row with no finite logit, raise InputError.
+    """
+    return log_weights(logits, sampling).log_softmax(dim=-1)

@@ -1,15 +1,20 @@
 """What a verifier is: the rule that turns (tree, probabilities, randomness) into a path and one bonus token.
 
-Shapes: B trees, M = N+1 nodes with the root, V vocabulary.
+Shapes: B trees, N drafted nodes, M = N+1 nodes with the root, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from exittrain.law.sampling import Sampling
+from exittrain.tree.batch import TreeBatch
+from exittrain.tree.draft_tree import DraftTree
 
 
 @dataclass(frozen=True)
@@ -37,5 +42,39 @@ class BatchVerdict:
     bonus_tokens: Tensor
 
 
-BlockLaw = dict[tuple[int, ...], float]
+BlockLaw = dict[tuple[int, ...], float]  # (accepted tokens..., bonus token) -> probability; impossible blocks left out
 Generators = Sequence[torch.Generator]  # one a tree: its draws do not depend on its neighbours
+
+
+class Verifier(Protocol):
+    """target_probs and draft_probs are [N+1, V] array-likes: row i is the next token's distribution at node i.
+
+    They are never written to or kept. Where the probabilities are Fractions, laws are exact Fractions too.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def check(self, drawn: str | None) -> None:
+        """Raises InputError where this verifier is not exact for trees drawn in that way."""
+        ...
+
+    def verify(
+        self, tree: DraftTree, target_probs: Any, draft_probs: Any = None, generator: torch.Generator | None = None
+    ) -> Verdict:
+        """One draw. generator: a CPU generator; None takes torch's default one, as torch's own samplers do."""
+        ...
+
+    def block_law(self, tree: DraftTree, target_probs: Any, draft_probs: Any = None) -> BlockLaw:
+        """The exact law of the emitted block given the tree."""
+        ...
+
+    def expected_block_length(self, tree: DraftTree, target_probs: Any, draft_probs: Any = None) -> float:
+        """The mean of `block_law`'s lengths, bonus counted, without listing it."""
+        ...
+
+    def verify_batch(
+        self, trees: TreeBatch, target_logits: Tensor, sampling: Sampling, generators: Generators
+    ) -> BatchVerdict:
+        """One draw a tree from raw target_logits [B, M, V] at the serving settings; at temperature 0 none is drawn."""
+        ...

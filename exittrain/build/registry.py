@@ -1,0 +1,24 @@
+"""Builders by name."""
+
+from __future__ import annotations
+
+from exittrain.build.base import Builder
+from exittrain.build.beam import build_beam
+from exittrain.build.best_first import build_best_first
+from exittrain.build.oracle import build_oracle
+from exittrain.build.static import build_static
+from exittrain.errors import InputError, nearest
+
+BUILDERS: dict[str, Builder] = {
+    "best_first": build_best_first,
+    "beam": build_beam,
+    "static": build_static,
+    "oracle": build_oracle,
+}
+
+
+def get_builder(name: str) -> Builder:
+    """The builder of that name; InputError with the nearest one otherwise."""
+    if name not in BUILDERS:
+        raise InputError(f"no builder {name!r}{nearest(name, list(BUILDERS))} (known: {', '.join(BUILDERS)})")
+    return BUILDERS[name]

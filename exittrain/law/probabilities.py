@@ -1,0 +1,67 @@
+"""What callers hand in as probabilities, checked once: rows that are distributions, of a copy, in float64 or exact."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from exittrain.errors import InputError
+from exittrain.tree.draft_tree import DraftTree
+
+Rows = NDArray[Any]  # [N+1, V] float64, or dtype object holding Fractions
+ROW_SUM_TOLERANCE = 1e-4  # what half-precision softmax leaves; anything more is no distribution
+
+
+def checked_rows(tree: DraftTree, target_probs: Any) -> Rows:
+    """target_probs [N+1, V] (list, numpy, torch; any device and dtype) as fresh rows that sum to one.
+
+    Float64, or exact where the entries are Fractions: every verifier is generic over the two. Raises InputError on a
+    wrong shape, a token outside the vocabulary, NaN or infinity, a negative entry, a row that does not sum to one.
+    """
+    rows = _as_array(target_probs)
+    num_rows = tree.num_nodes + 1
+    if rows.ndim != 2 or rows.shape[0] != num_rows or rows.shape[1] == 0:
+        raise InputError(
+            f"target_probs has shape {tuple(rows.shape)}; this tree needs [{num_rows}, V], a row a node, root first"
+        )
+    outside = (tree.token_ids[1:] >= rows.shape[1]).nonzero().flatten()
+    if outside.numel():
+        node = int(outside[0]) + 1
+        raise InputError(
+            f"node {node} has token {int(tree.token_ids[node])}; target_probs has a vocabulary of {rows.shape[1]}"
+        )
+    if rows.dtype != object and not np.isfinite(rows).all():
+        raise InputError(f"target_probs holds NaN or infinity at node {_first_row(~np.isfinite(rows))}")
+    if (rows < 0).any():
+        raise InputError(
+            f"target_probs is negative at node {_first_row(rows < 0)}; give probabilities, not log-probabilities"
+        )
+    sums = rows.sum(axis=1, keepdims=True)
+    off = abs(sums - 1) > ROW_SUM_TOLERANCE
+    if off.any():
+        node = _first_row(off)
+        raise InputError(f"target_probs sums to {float(sums[node, 0]):.6g} at node {node}; each row must sum to 1")
+    normalised: Rows = rows / sums
+    return normalised
+
+
+def _as_array(values: Any) -> Rows:
+    if isinstance(values, torch.Tensor):
+        return np.array(values.detach().to("cpu", torch.float64))
+    if isinstance(values, list | tuple) and any(isinstance(row, torch.Tensor) for row in values):
+        values = [row.detach().to("cpu", torch.float64).numpy() for row in values]
+    try:
+        array = np.array(values)
+        if array.dtype == object and all(isinstance(entry, Fraction | int) for entry in array.flat):
+            return np.array(array + Fraction(0), dtype=object)
+        return array.astype(np.float64)
+    except (TypeError, ValueError):
+        raise InputError("target_probs is no table of numbers; give [N+1, V] probabilities, one row a node") from None
+
+
+def _first_row(bad: NDArray[Any]) -> int:
+    return int(np.argwhere(bad)[0][0])
