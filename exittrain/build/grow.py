@@ -22,7 +22,7 @@ from exittrain.tree.batch import TreeBatch
 
 @dataclass(frozen=True, eq=False)
 class Pool:
-    """Candidates [B, P] in order. scores: cumulative log q, float64, -inf = no candidate; parents: places in the pool."""
+    """Candidates [B, P] in order. scores: cumulative log q, float64, -inf = none; parents: places in the pool."""
 
     scores: Tensor
     parents: Tensor

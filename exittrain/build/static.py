@@ -28,8 +28,8 @@ EAGLE: tuple[Path, ...] = (
 def build_static(session: DraftSession, shape: TreeShape) -> Draft:
     """Every context gets the same shape; a rank whose token has no probability is left out, with all below it.
 
-    shape.branching: "chain"; "2-ary", "3-ary", ... (complete levels until budget or depth is full); "eagle"; or a list of
-    rank paths such as [[0], [1], [0, 0]]. Nodes come level by level, by rank path. shape.width is not used.
+    shape.branching: "chain"; "2-ary", "3-ary", ... (complete levels until budget or depth is full); "eagle"; or a
+    list of rank paths such as [[0], [1], [0, 0]]. Nodes come level by level, by rank path. shape.width is not used.
     Raises InputError on an unknown form, a path whose parent is missing, a list that exceeds the budget or the depth.
     """
     paths = rank_paths(shape)

@@ -33,4 +33,6 @@ class Predraw(FixedVerifier):
             for child in children[node]:
                 followed[child] = followed[node] * rows[node][tokens[child]]
                 left[tokens[child]] = 0
-            yield Exit(node, followed[node], left)
+            miss = left.sum()
+            if miss > 0:
+                yield Exit(node, followed[node] * miss, left / miss)
