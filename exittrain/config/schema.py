@@ -108,12 +108,13 @@ class GenerationSection(Section):
 
 class DataSection(Section):
     train: SourceSection
-    heldout: SourceSection | None = None  # default: the last `heldout_fraction` of train
+    heldout: SourceSection | None = None  # default: `heldout_fraction` of train's prompts
     heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     max_length: Positive = 512
     system: Literal["template", "none"] | str = "template"  # template's own default, no system turn, or this text
     system_turns: Literal["keep", "merge", "drop", "fail"] = "keep"
     supervise: Literal["all", "last"] = "all"  # which assistant turns are trained
+    template: dict[str, bool | int | str] = {}  # variables of the chat template, such as enable_thinking: false
     generation: GenerationSection = GenerationSection()
 
 

@@ -7,7 +7,6 @@ otherwise the fixture, and every prompt says which of the two it came from.
 from __future__ import annotations
 
 import os
-import random
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +16,13 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from exittrain.errors import InputError, nearest
-from exittrain.law.seeding import seed_for
 from exittrain.records.files import sha256
-from exittrain.records.share import share_names, share_path
-from exittrain.stages.conversations.messages import Conversation, Refused, parse_row
-from exittrain.stages.conversations.rows import read_file, read_hub, usable
+from exittrain.records.share import ROOTS, share_names, share_path
+from exittrain.stages.conversations.messages import Conversation
+from exittrain.stages.conversations.rows import choose, read_file, read_folder, read_hub
 
 FOLDERS = ("eval/benchmarks", "data/prompts")
+FILE_ENDINGS = {".jsonl", ".json", ".parquet"}
 
 
 class PromptSet(BaseModel):
@@ -80,18 +79,33 @@ def load_prompts(name_or_path: str, count: int | None = None, seed: int = 0) -> 
     ]
 
 
-def load_set(name_or_path: str, count: int | None = None, seed: int = 0) -> tuple[list[Conversation], Counter[str]]:
-    """Conversations behind `load_prompts`, and the refused rows by reason."""
+def load_set(
+    name_or_path: str, count: int | None = None, seed: int = 0, split: str = "train"
+) -> tuple[list[Conversation], Counter[str]]:
+    """Conversations of a prompt set, a file, a folder or a hub data set (`owner/name`, `owner/name:config@revision`),
+    and the refused rows by reason. Paths are looked up here and then among exittrain's own files.
+
+    Raises:
+        InputError: nothing of that name, or it cannot be read.
+    """
     name, _, public = name_or_path.partition(":")
     known = known_sets()
     if name in known and public in ("", "public"):
         prompts = read_set(known[name])
         rows, source = _rows_of(prompts, public == "public")
-        return _choose(rows, source, prompts.template, count or prompts.count, seed or prompts.seed)
+        return choose(rows, source, prompts.template, count or prompts.count, seed or prompts.seed)
     path = Path(name_or_path)
-    if not path.is_file():
-        raise InputError(f"{name_or_path!r} is neither a prompt set nor a JSONL file{nearest(name, sorted(known))}")
-    return _choose(list(read_file(path)), name_or_path, None, count, seed)
+    if not path.exists() and any((root / path).exists() for root in ROOTS):
+        path = share_path(name_or_path)
+    if path.is_dir():
+        return choose(read_folder(path, split), name_or_path, None, count, seed)
+    if path.is_file():
+        return choose(list(read_file(path)), name_or_path, None, count, seed)
+    if path.suffix in FILE_ENDINGS or "/" not in name_or_path:
+        raise InputError(f"{name_or_path!r} is neither a prompt set nor a file{nearest(name, sorted(known))}")
+    hub, _, revision = name_or_path.partition("@")
+    hub, _, config = hub.partition(":")
+    return choose(read_hub(hub, config or None, revision or None, split), name_or_path, None, count, seed)
 
 
 def known_sets() -> dict[str, Path]:
@@ -129,7 +143,7 @@ def _yaml(path: Path) -> Any:
         raise InputError(f"{path} is no YAML: {str(error).splitlines()[0]}") from None
 
 
-def _rows_of(prompts: PromptSet, public: bool) -> tuple[list[Any], str]:
+def _rows_of(prompts: PromptSet, public: bool) -> tuple[Any, str]:
     folder = os.environ.get("EXITTRAIN_DATA")
     if folder and (Path(folder) / f"{prompts.name}.jsonl").is_file():
         return list(read_file(Path(folder) / f"{prompts.name}.jsonl")), prompts.name
@@ -139,38 +153,7 @@ def _rows_of(prompts: PromptSet, public: bool) -> tuple[list[Any], str]:
             raise InputError(f"{path} is not the file that {prompts.name!r} names: its sha256 differs")
         return list(read_file(path)), prompts.name
     if public and prompts.hub:
-        return list(read_hub(prompts.hub, prompts.config, prompts.revision, prompts.split)), prompts.name
+        return read_hub(prompts.hub, prompts.config, prompts.revision, prompts.split), prompts.name
     if prompts.fixture is None:
         raise InputError(f"{prompts.name!r} carries no prompts: use '{prompts.name}:public' or set EXITTRAIN_DATA")
     return list(read_file(share_path(prompts.fixture))), f"{prompts.name} (fixture)"
-
-
-def _choose(
-    rows: list[Any], source: str, template: str | None, count: int | None, seed: int
-) -> tuple[list[Conversation], Counter[str]]:
-    """The first `count` usable rows in a seeded order, put back in file order: bad rows do not thin the sample."""
-    order = list(range(len(rows)))
-    if count is not None and count < len(rows):
-        random.Random(seed_for(seed, "prompts", source)).shuffle(order)
-    found: dict[int, Conversation] = {}
-    refused: Counter[str] = Counter()
-    for index in order:
-        if count is not None and len(found) == count:
-            break
-        try:
-            found[index] = parse_row(_templated(usable(rows[index]), template), str(index), source)
-        except Refused as reason:
-            refused[str(reason)] += 1
-    return [found[index] for index in sorted(found)], refused
-
-
-def _templated(row: Any, template: str | None) -> Any:
-    """Rows in a usual shape pass through `template` only where its fields are there (a full public file may be chat-shaped)."""
-    if template is None or not isinstance(row, dict) or "turns" in row or "messages" in row:
-        return row
-    try:
-        return {"prompt": template.format(**row), **({"id": row["id"]} if "id" in row else {})}
-    except KeyError as error:
-        raise Refused(f"no field {error} for the template") from None
-
-

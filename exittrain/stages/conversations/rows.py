@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from exittrain.errors import InputError
-from exittrain.stages.conversations.messages import Refused
+from exittrain.law.seeding import seed_for
+from exittrain.stages.conversations.messages import Conversation, Refused, parse_row
 
 
 @dataclass(frozen=True)
@@ -19,11 +22,38 @@ class BadRow:
     reason: str
 
 
-def usable(row: Any) -> Any:
-    """The row itself. Raises Refused for a BadRow."""
+def choose(
+    rows: Sequence[Any], source: str, template: str | None, count: int | None, seed: int
+) -> tuple[list[Conversation], Counter[str]]:
+    """Conversations of the first `count` usable rows in a seeded order, put back in file order; refused rows by reason.
+
+    Bad rows do not thin the sample: the next in order takes their place. Without `count`, all rows.
+    """
+    order = list(range(len(rows)))
+    if count is not None and count < len(rows):
+        random.Random(seed_for(seed, "rows", source)).shuffle(order)
+    found: dict[int, Conversation] = {}
+    refused: Counter[str] = Counter()
+    for index in order:
+        if len(found) == count:
+            break
+        try:
+            found[index] = parse_row(_templated(rows[index], template), str(index), source)
+        except Refused as reason:
+            refused[str(reason)] += 1
+    return [found[index] for index in sorted(found)], refused
+
+
+def _templated(row: Any, template: str | None) -> Any:
+    """The row with its prompt made by `template`; rows that already have turns or messages stay as they are."""
     if isinstance(row, BadRow):
         raise Refused(row.reason)
-    return row
+    if template is None or not isinstance(row, dict) or "turns" in row or "messages" in row:
+        return row
+    try:
+        return {"prompt": template.format(**row), **({"id": row["id"]} if "id" in row else {})}
+    except KeyError as error:
+        raise Refused(f"no field {error} for the template") from None
 
 
 def read_file(path: Path) -> Iterator[Any]:
