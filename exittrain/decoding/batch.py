@@ -1,0 +1,159 @@
+"""Rows decoded together: the caches they stand on and the five stages of a round.
+
+Shapes: B rows, M = N+1 nodes with the root, D depth, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from exittrain.build.base import Builder, Draft, TreeShape
+from exittrain.decoding.clock import Clock, TimedSession
+from exittrain.decoding.result import Round
+from exittrain.decoding.row import Row
+from exittrain.drafters.base import Drafter
+from exittrain.law.exit_law import batch_exit_law, edge_logprobs
+from exittrain.law.sampling import Sampling, process_logits
+from exittrain.models.cache import TreeCache
+from exittrain.models.target import TargetModel
+from exittrain.tree.batch import TreeBatch
+from exittrain.tree.draft_tree import DraftTree
+from exittrain.verify.base import Verifier
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every round does. drafter None: plain decoding, a tree is its root alone."""
+
+    target: TargetModel
+    drafter: Drafter | None
+    builder: Builder
+    shape: TreeShape
+    verifier: Verifier
+    sampling: Sampling
+    max_positions: int
+    record_coverage: bool = False
+    synchronize: bool = False
+
+
+class Batch:
+    """Rows on their way, all standing right before their last committed token: it is the root of the next tree.
+
+    The target has cached everything before the root. The drafter lags behind by what is in `_unread`: the bonus
+    token, and the last accepted node where the builder never expanded it.
+    """
+
+    def __init__(self, plan: Plan, rows: list[Row]) -> None:
+        self.plan, self.rows = plan, rows
+        self.clock = Clock(plan.target.device, plan.synchronize)
+        self._cache = TreeCache(plan.target, len(rows))
+        self._cache.extend([torch.tensor(row.prompt[:-1], dtype=torch.int64) for row in rows])
+        self._state = None if plan.drafter is None else plan.drafter.start(len(rows))
+        self._unread = [row.prompt[-1:] for row in rows]
+        if self._state is not None:
+            self._state.extend([torch.tensor(row.prompt[:-1], dtype=torch.int64) for row in rows])
+        self.clock.lap("score")
+        for row in rows:
+            row.prefill_seconds = self.clock.seconds["score"] / len(rows)
+
+    def round(self) -> int:
+        """Draft, build, score, verify, commit; rows that end leave. Returns the number of new tokens."""
+        self.clock.start()
+        draft = self._draft()
+        logits = self.plan.target.head(self._cache.score(draft.trees))
+        self.clock.lap("score")
+        verdict = self.plan.verifier.verify_batch(
+            draft.trees, logits, self.plan.sampling, [row.generator for row in self.rows]
+        )
+        nodes, bonus = verdict.nodes.tolist(), verdict.bonus_tokens.tolist()
+        self.clock.lap("verify")
+        coverage = None
+        if self.plan.record_coverage:
+            coverage = self._coverage(draft.trees, logits)
+            self.clock.skip()
+        return self._commit(draft, nodes, bonus, coverage)
+
+    def _draft(self) -> Draft:
+        if self._state is None:
+            roots = [row.last_token for row in self.rows]
+            return roots_only(torch.tensor(roots, device=self.plan.target.device))
+        self._state.extend([torch.tensor(tokens) for tokens in self._unread])
+        session = TimedSession(self._state.session(self.plan.sampling.for_drafting()), self.clock)
+        self.clock.lap("draft")
+        draft = self.plan.builder(session, self.plan.shape)
+        room = [self.plan.max_positions - row.length for row in self.rows]
+        if min(room) < draft.trees.max_depth:
+            draft = cut_to_depth(draft, room)
+        self.clock.lap("build")
+        return draft
+
+    def _coverage(self, trees: TreeBatch, logits: Tensor) -> list[float]:
+        edges = edge_logprobs(trees, process_logits(logits, self.plan.sampling))
+        return batch_exit_law(trees, edges).coverage.tolist()  # type: ignore[no-any-return]
+
+    def _commit(self, draft: Draft, nodes: list[int], bonus: list[int], coverage: list[float] | None) -> int:
+        trees = draft.trees
+        parents, tokens, slots = torch.stack([trees.parents, trees.token_ids, draft.slots]).tolist()
+        sizes = trees.valid.sum(1).tolist()
+        paths = [path_to(node, parents[b]) for b, node in enumerate(nodes)]
+        blocks = [[*(tokens[b][i] for i in path), bonus[b]] for b, path in enumerate(paths)]
+        used = [row.take(block) for row, block in zip(self.rows, blocks, strict=True)]
+        stay = [b for b, row in enumerate(self.rows) if row.finish_reason is None]
+        if stay:
+            self._cache.accept(paths)
+            if self._state is not None:
+                self._state.commit([[slots[b][i] for i in path] for b, path in enumerate(paths)])
+                unread = [sum(slots[b][i] < 0 for i in path) + 1 for b, path in enumerate(paths)]
+                self._unread = [block[-count:] for block, count in zip(blocks, unread, strict=True)]
+            if len(stay) < len(self.rows):
+                self._select(stay)
+        rows = self.rows
+        self.rows = [rows[b] for b in stay]
+        self.clock.lap("commit")
+        seconds = {stage: spent / len(rows) for stage, spent in self.clock.seconds.items()}
+        for b, row in enumerate(rows):
+            covered = None if coverage is None else coverage[b]
+            row.rounds.append(Round(len(blocks[b]), used[b], sizes[b] - 1, covered, seconds))
+        return sum(used)
+
+    def _select(self, stay: list[int]) -> None:
+        index = torch.tensor(stay)
+        self._cache.select_rows(index)
+        if self._state is not None:
+            self._state.select_rows(index)
+            self._unread = [self._unread[b] for b in stay]
+
+
+def path_to(node: int, parents: list[int]) -> list[int]:
+    """Nodes from depth 1 down to `node`; empty for the root."""
+    path: list[int] = []
+    while node > 0:
+        path.append(node)
+        node = parents[node]
+    return path[::-1]
+
+
+def roots_only(roots: Tensor) -> Draft:
+    """B trees of no drafted node over roots [B]."""
+    zero = torch.zeros_like(roots)[:, None]
+    trees = TreeBatch(roots[:, None], zero - 1, zero, zero == 0, drawn="top")
+    return Draft(trees, zero)
+
+
+def cut_to_depth(draft: Draft, limits: list[int]) -> Draft:
+    """The trees without the nodes deeper than each row's limit: what still fits before the last position."""
+    kept, slots = [], []
+    for tree, row, limit in zip(draft.trees.trees(), draft.slots.tolist(), limits, strict=True):
+        index = (tree.depths <= limit).nonzero().flatten()
+        place = torch.full((tree.num_nodes + 2,), -1)  # its last entry is where the root's parent, -1, is looked up
+        place[index] = torch.arange(len(index))
+        scores = None if tree.draft_logprobs is None else tree.draft_logprobs[index]
+        kept.append(DraftTree(tree.token_ids[index], place[tree.parents[index]], tree.drawn, scores))
+        slots.append([row[i] for i in index.tolist()])
+    trees = TreeBatch.from_trees(kept, draft.slots.device)
+    width = trees.token_ids.shape[1]
+    padded = [[*row, *[-1] * (width - len(row))] for row in slots]
+    return replace(draft, trees=trees, slots=torch.tensor(padded, device=draft.slots.device))

@@ -1,0 +1,78 @@
+"""At temperature 0 every drafter, tree, verifier and budget gives the tokens of plain greedy decoding, exactly."""
+
+import pytest
+import torch
+
+from exittrain import decode
+
+NEW = 40
+
+
+@pytest.fixture(scope="module")
+def expected(target, prompts):
+    with torch.no_grad():
+        return [
+            target.module.generate(
+                torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW, attention_mask=torch.ones(1, len(prompt))
+            )[0, len(prompt) :].tolist()
+            for prompt in prompts
+        ]
+
+
+def greedy(target, drafter, prompts, **settings):
+    return decode(target, drafter, prompts, temperature=0, max_new_tokens=NEW, eos_token_ids=(), **settings)
+
+
+def test_the_reference_is_no_constant(expected):
+    assert all(len(set(tokens)) > 5 for tokens in expected)
+
+
+@pytest.mark.parametrize("name", ["none", "random", "layers", "near", "itself"])
+@pytest.mark.parametrize("builder", ["best_first", "beam", "static"])
+def test_every_drafter_and_builder(target, drafters, prompts, expected, name, builder):
+    outs = greedy(target, drafters[name], prompts, builder=builder, budget=8, verifier="greedy")
+    assert [out.token_ids for out in outs] == expected
+    assert all(sum(r.num_emitted for r in out.rounds) == NEW for out in outs)
+
+
+@pytest.mark.parametrize("verifier", ["tev", "predraw", "residual"])
+def test_every_verifier(target, drafters, prompts, expected, verifier):
+    outs = greedy(target, drafters["near"], prompts, verifier=verifier)
+    assert [out.token_ids for out in outs] == expected
+
+
+@pytest.mark.parametrize(
+    ("budget", "depth", "width"),
+    [(1, 1, 1), (2, 1, 4), (3, 3, 1), (4, 2, 2), (7, 8, 3), (12, 12, 1), (16, 6, 8), (16, 10, 97), (40, 4, 8)],
+)
+def test_every_budget(target, drafters, prompts, expected, budget, depth, width):
+    for builder in ("best_first", "beam"):
+        outs = greedy(target, drafters["near"], prompts, builder=builder, budget=budget, depth=depth, width=width)
+        assert [out.token_ids for out in outs] == expected
+        assert all(r.num_nodes <= budget for out in outs for r in out.rounds)
+
+
+@pytest.mark.parametrize("branching", ["chain", "eagle", "2-ary"])
+def test_static_shapes(target, drafters, prompts, expected, branching):
+    outs = greedy(target, drafters["near"], prompts, builder="static", budget=25, depth=12, branching=branching)
+    assert [out.token_ids for out in outs] == expected
+
+
+def test_a_perfect_drafter_is_always_accepted(target, drafters, prompts):
+    for out in greedy(target, drafters["itself"], prompts, budget=4, depth=4, width=1):
+        assert {r.block_length for r in out.rounds} == {5}
+        assert {r.num_nodes for r in out.rounds} == {4}
+        assert len(out.rounds) == NEW // 5
+
+
+def test_a_hopeless_drafter_is_never_accepted(target, drafters, prompts, expected):
+    """Negated logits: the drafter proposes what the target likes least."""
+    worst = drafters["itself"].model
+    original = worst.head
+    worst.head = lambda hidden: -original(hidden)
+    try:
+        outs = greedy(target, drafters["itself"], prompts)
+    finally:
+        del worst.head
+    assert [out.token_ids for out in outs] == expected
+    assert all(r.block_length == 1 and r.num_nodes == 16 for out in outs for r in out.rounds)
