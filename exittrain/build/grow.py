@@ -57,7 +57,7 @@ def grow(session: DraftSession, budget: int, depth: int, width: int, beam: int |
         num_wave = frontier.shape[1]
         if num_wave == 0:
             break
-        parent_slots = pool.slots.gather(1, pool.parents.gather(1, frontier))
+        parent_slots = pool.slots.gather(1, pool.parents.gather(1, frontier).clamp(min=0))  # padding may name the root
         logprobs = session.expand(parent_slots, pool.tokens.gather(1, frontier), in_use)
         wave = torch.arange(seen + 1, seen + num_wave + 1, device=roots.device).expand_as(frontier)
         slots = pool.slots.scatter(1, frontier, torch.where(in_use, wave, pool.slots.gather(1, frontier)))
