@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from exittrain.law.sampling import Sampling
 from exittrain.records.files import sha256
 from exittrain.records.run_folder import RunFolder
 from exittrain.records.schema import CODE_VERSION, SCHEMA_VERSION
+from exittrain.records.share import ROOTS, share_path
 from exittrain.runtime.ranks import is_main
 from exittrain.runtime.signals import StopFlag
 from exittrain.runtime.tracker import Tracker
@@ -61,8 +63,6 @@ class StageContext:
     @property
     def device(self) -> torch.device:
         """This process's CUDA device when there is one, else the CPU. EXITTRAIN_DEVICE overrules."""
-        import os
-
         import torch
 
         default = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
@@ -185,16 +185,19 @@ def _arm_parts(context: StageContext, arm_name: str, serving: dict[str, Any]) ->
 
 
 def data_hash(path: str | None) -> str | None:
-    """`file_hash` of a data source: a file, a folder, or the name of a set in data/prompts."""
-    from exittrain.records.share import ROOTS
+    """`file_hash` of a data source: a file, a folder, or a prompt set by name (its YAML and the file it reads)."""
+    from exittrain.stages.prompts import known_sets, read_set
 
     if path is None or Path(path).exists():
         return file_hash(path)
-    for candidate in (path, f"data/prompts/{path}.yaml"):
-        for root in ROOTS:
-            if (root / candidate).exists():
-                return file_hash(str(root / candidate))
-    return path
+    name = path.partition(":")[0]
+    if name in known_sets():
+        yaml_file = known_sets()[name]
+        prompts = read_set(yaml_file)
+        own = os.path.join(os.environ.get("EXITTRAIN_DATA", ""), f"{name}.jsonl")
+        files = [str(yaml_file), own, *(str(share_path(file)) for file in (prompts.file, prompts.fixture) if file)]
+        return hashlib.sha256(json.dumps([file_hash(file) for file in files]).encode()).hexdigest()
+    return next((file_hash(str(root / path)) for root in ROOTS if (root / path).exists()), path)
 
 
 def file_hash(path: str | None) -> str | None:

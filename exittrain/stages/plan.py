@@ -1,9 +1,10 @@
-"""What a recipe would do, in numbers, from the recipe and the models' configs. Nothing is loaded, started or written."""
+"""What a recipe would do, in numbers, from it and the models' configs. Nothing is loaded, started or written."""
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,18 +91,19 @@ def check_disk(recipe: Recipe, folder: Path) -> None:
         )
 
 
-def render(plan: Plan, recipe: Recipe) -> str:
-    """The plan as plain text, one row a stage."""
+def render(plan: Plan, recipe: Recipe, stages: Sequence[str] | None = None) -> str:
+    """The plan as plain text, one row a stage (of `stages` only, when given)."""
+    rows = [row for row in plan.rows if stages is None or row.stage.partition("/")[0] in stages]
     lines = [
         f"{recipe.name}: {plan.num_processes} process(es), {len(os.sched_getaffinity(0))} CPU(s)",
         f"target   {_model_line(plan.target, recipe.target.model or 'from nothing')}",
         f"drafter  {_model_line(plan.drafter, recipe.drafter.init or recipe.drafter.model or recipe.drafter.kind)}",
-        f"{'stage':<22}{'steps':>7}{'tokens':>14}{'memory':>11}{'disk':>11}  work",
+        f"{'stage':<22}{'steps':>7}{'tokens':>14}{'memory':>12}{'disk':>12}  work",
     ]
-    for row in plan.rows:
-        sizes = "".join(f"{_gib(value):>11}" for value in (row.memory_bytes, row.disk_bytes))
+    for row in rows:
+        sizes = "".join(f"{_gib(value):>12}" for value in (row.memory_bytes, row.disk_bytes))
         lines.append(f"{row.stage:<22}{row.num_steps or '-':>7}{row.num_tokens:>14,}{sizes}  {row.work}")
-    lines.append(f"disk in all: {_gib(plan.disk_bytes)}; estimates; nothing was started")
+    lines.append(f"disk in all: {_gib(sum(row.disk_bytes or 0.0 for row in rows))}. Estimates; nothing was started.")
     return "\n".join(lines)
 
 
@@ -162,7 +164,7 @@ def _arm_rows(recipe: Recipe, target: ModelSize | None, drafter: ModelSize | Non
 
 
 def _training_bytes(model: ModelSize, optim: OptimSection, length: int) -> float:
-    """Trained parameters and the activations of one micro-batch: 34 numbers of the hidden size a layer, 3 rows of logits."""
+    """Trained parameters, and one micro-batch's activations: 34 hidden-sized numbers a layer, 3 rows of logits."""
     micro = optim.micro_batch_size or max(optim.batch_size // ranks.world_size(), 1)
     positions = micro * length
     activations = positions * (34.0 * model.hidden_size * model.num_layers + 3.0 * model.vocab_size) * 4

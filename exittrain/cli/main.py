@@ -1,0 +1,47 @@
+"""`exittrain VERB ...`. Exit codes: 0 done, 1 failed, 2 bad input (one line), 75 interrupted with its state saved."""
+
+from __future__ import annotations
+
+import sys
+from typing import NoReturn
+
+import typer
+
+from exittrain.cli import stages, tools
+from exittrain.errors import InputError, Interrupted
+
+app = typer.Typer(
+    help="Train draft models for speculative decoding on the trees they will really draw, and prove the gain.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+stages.register(app)
+tools.register(app)
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Run the command line and exit; never returns."""
+    given = sys.argv[1:] if arguments is None else arguments
+    given = [
+        argument for argument in given if not argument.startswith("--local_rank")
+    ]  # the launcher's; LOCAL_RANK says it
+    try:
+        app(args=given, prog_name="exittrain")
+    except InputError as error:
+        _leave(f"exittrain: {error}", InputError.exit_code)
+    except Interrupted as error:
+        _leave(f"exittrain: {error}", Interrupted.exit_code)
+    except KeyboardInterrupt:
+        _leave("exittrain: interrupted", Interrupted.exit_code)
+    sys.exit(0)
+
+
+def _leave(line: str, code: int) -> NoReturn:
+    print(line, file=sys.stderr)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

