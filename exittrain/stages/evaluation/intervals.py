@@ -80,7 +80,9 @@ def gain_of_means(values: Floats, control: Floats, axis: int = -1) -> Floats:
     return np.asarray(100.0 * (values.mean(axis=axis) / control.mean(axis=axis) - 1.0))
 
 
-def gain_of_ratios(tops: Floats, bottoms: Floats, control_tops: Floats, control_bottoms: Floats, axis: int = -1) -> Floats:
+def gain_of_ratios(
+    tops: Floats, bottoms: Floats, control_tops: Floats, control_bottoms: Floats, axis: int = -1
+) -> Floats:
     """Relative gain in percent of one pooled mean over another."""
     return np.asarray(100.0 * (ratio(tops, bottoms, axis) / ratio(control_tops, control_bottoms, axis) - 1.0))
 

@@ -17,7 +17,7 @@ Floats = NDArray[np.float64]
 @dataclass(frozen=True)
 class Trace:
     """One prompt decoded once. block_lengths: one a round, bonus included; coverages: C of the same rounds' trees, or
-    None where it was not recorded; num_tokens: new token ids given back (the last block may be cut by EOS or length)."""
+    None where it was not recorded; num_tokens: new token ids (the last block may be cut)."""
 
     prompt_id: str
     block_lengths: tuple[int, ...]

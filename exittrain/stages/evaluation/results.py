@@ -19,7 +19,7 @@ from exittrain.errors import InputError
 from exittrain.records.files import read_json, write_json
 from exittrain.stages.evaluation.measures import Floats, Trace
 
-Result = TypeVar("Result", bound="ContextResult | DecodeResult | VerifierResult")
+Result = TypeVar("Result", bound="ContextResult | DecodeResult | VerifierResult | SpeedResult")
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class ContextResult:
 
 @dataclass(frozen=True)
 class DecodeResult:
-    """traces: finished prompts; skipped: reason of each prompt that was not decoded; stage_seconds: summed over rounds."""
+    """traces: finished prompts; skipped: reasons by prompt; stage_seconds: sums over rounds."""
 
     traces: tuple[Trace, ...]
     skipped: dict[str, str] = field(default_factory=dict)
@@ -99,6 +99,20 @@ class VerifierResult:
             for name in ("expected", "measured")
         )
         return cls(tuple(data["sequence_ids"]), data["draws"], expected, measured, dict(data["seconds"]))
+
+
+@dataclass(frozen=True)
+class SpeedResult:
+    """Wall-clock numbers of one drafter beside plain decoding."""
+
+    numbers: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        return self.numbers
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> SpeedResult:
+        return cls(dict(data))
 
 
 def cell_key(parts: Mapping[str, Any]) -> str:

@@ -53,7 +53,7 @@ class Gain(Part):
 
     drafter: str
     control: str
-    basis: Literal["equal steps", "equal time", "warm start", "first drafter"]
+    basis: Literal["equal steps", "equal time", "as trained"]
     percent: Interval
     verdict: str
 
@@ -160,6 +160,7 @@ class Metrics(Part):
     name: str
     target_fingerprint: str
     settings: Settings
+    tasks: dict[str, str]  # name to where its prompts come from
     drafters: list[DrafterInfo]
     contexts: list[ContextTable]
     decode: list[DecodeTable]

@@ -104,9 +104,7 @@ def summarise_decoding(
     )  # fmt: skip
 
 
-def _decode_row(
-    name: str, result: DecodeResult, traces: Sequence[ms.Trace], bootstrap: iv.Bootstrap
-) -> sc.DecodeRow:
+def _decode_row(name: str, result: DecodeResult, traces: Sequence[ms.Trace], bootstrap: iv.Bootstrap) -> sc.DecodeRow:
     sums, rounds = ms.per_prompt(traces)
     coverage = ms.coverage_sums(traces)
     expected, agrees = None, None

@@ -8,7 +8,15 @@ from typing import Any
 
 from rich.table import Table as RichTable
 
-from exittrain.stages.evaluation.schema import ContextTable, DecodeRow, DecodeTable, Gain, Interval, Metrics, VerifierTable
+from exittrain.stages.evaluation.schema import (
+    ContextTable,
+    DecodeRow,
+    DecodeTable,
+    Gain,
+    Interval,
+    Metrics,
+    VerifierTable,
+)  # fmt: skip
 
 WORDS = (
     "Block length counts the bonus token; accepted tokens = block length - 1. Intervals are 95 % paired bootstrap "
@@ -98,10 +106,10 @@ def context_table(metrics: Metrics, table: ContextTable) -> Table:
     ]  # fmt: skip
     if table.oracle_block_length is not None:
         blank = [""] * len(gain_columns(table.gains))
-        rows.append(("oracle tree of the same shape", interval(table.oracle_block_length), *blank, number(1.0)))
+        rows.append(("oracle (best trees of this budget)", interval(table.oracle_block_length), *blank, number(1.0)))
     return Table(
         f"{table.task}, temperature {table.temperature:g}: expected block length at fixed contexts",
-        f"1 + coverage, exact at {table.num_contexts:,} contexts of {table.num_sequences:,} sequences (mean over contexts).",
+        f"1 + coverage, exact: mean over {table.num_contexts:,} contexts of {table.num_sequences:,} sequences.",
         ("drafter", "1 + coverage", *_gain_names(table.gains), "tree efficiency"),
         tuple(rows),
     )
@@ -121,7 +129,7 @@ def decode_table(metrics: Metrics, table: DecodeTable) -> Table:
         for row in table.drafters
     ]
     return Table(
-        f"{table.task}, temperature {table.temperature:g}, verifier {table.verifier}: block length measured by decoding",
+        f"{table.task}, temperature {table.temperature:g}, verifier {table.verifier}: block length by decoding",
         f"On the {table.common_prompts} prompts that every drafter finished. '1 + coverage' is computed at the very "
         "rounds that were decoded; the pooled block length must lie in its interval.",
         (
@@ -216,17 +224,21 @@ def stage_table(timing: dict[str, Any]) -> Table | None:
     )
 
 
-def all_tables(metrics: Metrics, timing: dict[str, Any]) -> list[Table]:
-    """Everything that is printed, in reading order."""
+def main_tables(metrics: Metrics, timing: dict[str, Any]) -> list[Table]:
+    """What is printed, in reading order."""
     costs = {(c["task"], c["temperature"], c["drafter"]): c["seconds"] for c in timing.get("verifiers", [])}
     clock = [table for table in (speed_table(timing), stage_table(timing)) if table is not None]
     return [
         *(context_table(metrics, table) for table in metrics.contexts),
         *(decode_table(metrics, table) for table in metrics.decode),
         *(verifier_table(t, costs.get((t.task, t.temperature, t.drafter))) for t in metrics.verifiers),
-        *(depth_table(metrics, table) for table in [*metrics.contexts, *metrics.decode]),
         *clock,
     ]
+
+
+def all_tables(metrics: Metrics, timing: dict[str, Any]) -> list[Table]:
+    """The printed tables and accepted tokens by depth."""
+    return main_tables(metrics, timing) + [depth_table(metrics, t) for t in [*metrics.contexts, *metrics.decode]]
 
 
 def markdown(metrics: Metrics, timing: dict[str, Any]) -> str:

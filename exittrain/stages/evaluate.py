@@ -1,0 +1,167 @@
+"""Stage `eval`: every drafter of a run (or any drafters of one target) measured on the same prompts and contexts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from exittrain.build.base import TreeShape
+from exittrain.config.schema import EvalSection, TrainSection
+from exittrain.errors import InputError
+from exittrain.law.sampling import Sampling
+from exittrain.models.target import TargetModel
+from exittrain.runtime.ranks import is_main
+from exittrain.runtime.signals import StopFlag
+from exittrain.stages.context import StageContext
+from exittrain.stages.conversations.chat import ChatRenderer
+from exittrain.stages.conversations.store import TokenSequence, read_sequences
+from exittrain.stages.evaluation.engine import Engine, Entrant, Setup
+from exittrain.stages.evaluation.output import print_tables, write_outputs
+from exittrain.stages.evaluation.results import Comparison
+from exittrain.stages.evaluation.schema import Metrics
+from exittrain.stages.evaluation.tasks import HELDOUT, Render, Task, benchmark_task, heldout_task
+from exittrain.stages.prompts import expand_tasks
+
+if TYPE_CHECKING:
+    from exittrain.drafters.base import Drafter
+
+WARM_START = "warm start"
+
+
+def run_eval(context: StageContext) -> None:
+    """Measure the warm start and every arm's last drafter; write metrics.json, timing.json, rounds.jsonl,
+    contexts.parquet and table.md of the run's eval folder, and print the tables.
+
+    Raises:
+        InputError: no `eval` section, an unknown task, or a stage it stands on is missing.
+        Interrupted: a signal came; what was measured is kept.
+    """
+    recipe = context.recipe
+    if recipe.eval is None:
+        raise InputError("the recipe has no 'eval' section")
+    target = context.target()
+    heldout = read_sequences(context.run.path / "data" / "heldout.parquet")
+    comparisons = () if recipe.train is None else run_comparisons(recipe.train)
+    setup = Setup(
+        recipe.name, recipe.eval, recipe.tree.builder, context.shape, context.sampling, recipe.seed, comparisons
+    )
+    tasks = make_tasks(recipe.eval, recipe.seed, heldout, lambda: _renderer(context))
+    evaluate(target, run_entrants(context), setup, tasks, context.run.stage("eval"), context.stop)
+
+
+def evaluate_drafters(
+    target: TargetModel,
+    drafters: Mapping[str, Drafter],
+    settings: EvalSection,
+    out_folder: str | Path,
+    *,
+    builder: str = "best_first",
+    shape: TreeShape | None = None,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+    control: str | None = None,
+    heldout: Sequence[TokenSequence] = (),
+    stop: StopFlag | None = None,
+) -> Metrics:
+    """Evaluate any drafters of one target, without a run. Gains are over `control`, by default the first drafter.
+
+    settings: tasks, verifiers, temperatures and sizes as in a recipe's `eval` section; heldout: sequences for the task
+    `heldout` and for `contexts`. Writes the same files as a run's eval stage into `out_folder` and prints the tables.
+
+    Raises:
+        InputError: no drafter, an unknown control or task, nothing to measure.
+    """
+    if not drafters:
+        raise InputError("no drafter to evaluate: name at least one")
+    names = list(drafters)
+    control = control or names[0]
+    if control not in drafters:
+        raise InputError(f"the control {control!r} is none of the drafters: {', '.join(names)}")
+    pairs = tuple(Comparison(name, control, "as trained") for name in names if name != control)
+    setup = Setup(Path(out_folder).name, settings, builder, shape or TreeShape(), sampling or Sampling(), seed, pairs)
+    entrants = [
+        Entrant(name, lambda drafter=drafter: drafter, "control" if name == control and pairs else "drafter")  # type: ignore[misc]
+        for name, drafter in drafters.items()
+    ]
+    tasks = make_tasks(settings, seed, heldout, lambda: ChatRenderer(target.tokenizer, target.eos_token_ids).prompt)
+    return evaluate(target, entrants, setup, tasks, Path(out_folder), stop or StopFlag())
+
+
+def evaluate(
+    target: TargetModel, entrants: Sequence[Entrant], setup: Setup, tasks: Sequence[Task], folder: Path, stop: StopFlag
+) -> Metrics:
+    """Measure, summarise, write, print: what run_eval and evaluate_drafters share."""
+    results = Engine(target, setup, tasks, folder, stop).run(entrants)
+    metrics, timing = write_outputs(folder, target, setup, entrants, tasks, results)
+    if is_main():
+        print_tables(metrics, timing)
+    return metrics
+
+
+def make_tasks(
+    settings: EvalSection, seed: int, heldout: Sequence[TokenSequence], renderer: Callable[[], Render]
+) -> list[Task]:
+    """The tasks that settings name; held-out data also comes along (without prompts) where only contexts are wanted."""
+    names = expand_tasks(settings.tasks)
+    if HELDOUT in names and not heldout:
+        raise InputError(f"task {HELDOUT!r} needs a run's held-out data: evaluate a run, or name benchmarks")
+    tasks, render = [], None
+    for name in names:
+        if name == HELDOUT:
+            tasks.append(heldout_task(heldout, settings.prompts_per_task))
+            continue
+        render = render or renderer()
+        tasks.append(benchmark_task(name, render, settings.prompts_per_task, seed))
+    if HELDOUT not in names and heldout and settings.contexts is not None:
+        tasks.append(heldout_task(heldout, 0))
+    return tasks
+
+
+def run_entrants(context: StageContext) -> list[Entrant]:
+    """The warm start and every arm's last drafter, in the recipe's order, with what their training spent."""
+    folder = context.run.path
+    entrants = [Entrant(WARM_START, lambda: context.drafter(folder / "warmup" / "drafter"), WARM_START)]
+    train = context.recipe.train
+    for name in train.arms if train is not None else ():
+        assert train is not None
+        done = context.run.done(f"train/{name}")
+        last = folder / "train" / name / "last"
+        entrants.append(
+            Entrant(
+                name, lambda last=last: context.drafter(last), arm_role(train, name), train.arms[name].objective,  # type: ignore[misc]
+                done.get("steps"), done.get("tokens"), done.get("seconds"),
+            )
+        )  # fmt: skip
+    return entrants
+
+
+def arm_role(train: TrainSection, name: str) -> str:
+    if name == train.control:
+        return "control"
+    arm = train.arms[name]
+    return "equal-time control" if arm.match_time is not None and arm.objective == "token" else "arm"
+
+
+def run_comparisons(train: TrainSection) -> tuple[Comparison, ...]:
+    """Every arm against the control at equal steps, and against the control that was given its time."""
+    control_steps = train.arms[train.control].steps or train.steps
+    pairs = []
+    for name, arm in train.arms.items():
+        if name == train.control:
+            continue
+        if arm.match_time is None:
+            basis = "equal steps" if (arm.steps or train.steps) == control_steps else "as trained"
+            pairs.append(Comparison(name, train.control, basis))
+        elif arm.objective == "token":
+            pairs.append(Comparison(arm.match_time, name, "equal time"))
+        else:
+            pairs.append(Comparison(name, arm.match_time, "equal time"))
+    return tuple(pairs)
+
+
+def _renderer(context: StageContext) -> Render:
+    from exittrain.stages.data import chat_renderer
+
+    renderer: ChatRenderer = chat_renderer(context)
+    return renderer.prompt

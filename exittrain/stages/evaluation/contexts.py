@@ -1,0 +1,172 @@
+"""The drafter's trees at fixed held-out contexts, scored by the target: exact reach by depth, no decoding, no noise.
+
+Shapes: S sequences, R contexts, M = N+1 nodes, D depth, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from exittrain.build.base import TreeShape
+from exittrain.build.registry import get_builder
+from exittrain.law.exit_law import batch_exit_law
+from exittrain.law.sampling import Sampling, process_logits
+from exittrain.law.seeding import generator_for
+from exittrain.models.target import TargetModel
+from exittrain.runtime.progress import Bar, progress_bar
+from exittrain.runtime.signals import StopFlag
+from exittrain.stages.coverage import anchor_groups, coverage_of
+from exittrain.stages.evaluation.results import ContextResult, VerifierResult
+from exittrain.stages.evaluation.tasks import Context, HeldoutSequence
+from exittrain.tree.batch import TreeBatch
+from exittrain.verify.registry import get_verifier
+
+if TYPE_CHECKING:
+    from exittrain.drafters.base import Drafter
+
+LOGITS = 1 << 25  # float32 logits of whole trees held at once: 128 MiB
+
+
+@dataclass(frozen=True, eq=False)
+class ContextSet:
+    """Contexts as the models take them. sequences: S 1-D ids; tree_sequence, anchors [R]; ids: R sequence names."""
+
+    sequences: list[Tensor]
+    tree_sequence: Tensor
+    anchors: Tensor
+    ids: tuple[str, ...]
+
+    @classmethod
+    def of(cls, sequences: Sequence[HeldoutSequence], contexts: Sequence[Context]) -> ContextSet:
+        return cls(
+            [sequence.token_ids for sequence in sequences],
+            torch.tensor([context.sequence for context in contexts]),
+            torch.tensor([context.anchor for context in contexts]),
+            tuple(sequences[context.sequence].id for context in contexts),
+        )
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def group(self, rows: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
+        """(sequences, tree_sequence, anchors) of some rows, only the sequences they need."""
+        used, local = self.tree_sequence[rows].unique(return_inverse=True)
+        return [self.sequences[index] for index in used.tolist()], local, self.anchors[rows]
+
+    def spread(self, count: int) -> Tensor:
+        """[<= count] rows, evenly spaced over all contexts."""
+        return torch.arange(len(self))[:: max(1, -(-len(self) // count))]
+
+    def select(self, rows: Tensor) -> ContextSet:
+        """The contexts at `rows`, as a set of their own."""
+        sequences, tree_sequence, anchors = self.group(rows)
+        return ContextSet(sequences, tree_sequence, anchors, tuple(self.ids[row] for row in rows.tolist()))
+
+    def result(self, reach: Tensor) -> ContextResult:
+        return ContextResult(self.ids, tuple(self.anchors.tolist()), reach.numpy())
+
+
+def measure_contexts(
+    target: TargetModel, drafter: Drafter, contexts: ContextSet, builder: str, shape: TreeShape, sampling: Sampling,
+    stop: StopFlag, description: str,
+) -> ContextResult:  # fmt: skip
+    """Exact reach by depth of the drafter's trees at every context, under the serving distribution."""
+    with progress_bar(len(contexts), description, "contexts") as bar:
+        coverage = coverage_of(
+            target, drafter, contexts.sequences, contexts.tree_sequence, contexts.anchors, shape, sampling, builder,
+            progress=_advance(bar, stop),
+        )  # fmt: skip
+    return contexts.result(coverage.depth_reach)
+
+
+@torch.no_grad()
+def measure_oracle(
+    target: TargetModel, contexts: ContextSet, shape: TreeShape, sampling: Sampling, stop: StopFlag, description: str
+) -> ContextResult:
+    """The same for the best tree of this budget: the target drafts for itself, so its edges are known."""
+    reach = torch.zeros(len(contexts), shape.budget, dtype=torch.float64)
+    with progress_bar(len(contexts), description, "contexts") as bar:
+        for rows in anchor_groups([len(s) for s in contexts.sequences], contexts.tree_sequence):
+            trees = get_builder("oracle")(target.session(*contexts.group(rows), sampling), shape).trees
+            assert trees.draft_logprobs is not None  # builders always set them
+            law = batch_exit_law(trees, trees.draft_logprobs.double())
+            reach[rows] = reach_by_depth(trees, law.reach, shape.budget).cpu()
+            _advance(bar, stop)(rows.numel())
+    return contexts.result(reach)
+
+
+def _advance(bar: Bar, stop: StopFlag) -> Callable[[int], None]:
+    """Progress that also answers a signal: what is finished is on disk, what is not is redone."""
+
+    def advance(units: int) -> None:
+        stop.raise_if_set()
+        bar.advance(units)
+
+    return advance
+
+
+def reach_by_depth(trees: TreeBatch, reach: Tensor, depth: int) -> Tensor:
+    """[R, D] sum of reach over the nodes of each depth: the probability that at least d drafted tokens are accepted."""
+    columns = torch.zeros((len(trees), depth + 1), dtype=torch.float64, device=reach.device)
+    return columns.scatter_add(1, trees.depths, torch.where(trees.valid, reach, 0.0))[:, 1:]
+
+
+@torch.no_grad()
+def measure_verifiers(
+    target: TargetModel, drafter: Drafter, contexts: ContextSet, verifiers: Sequence[str], builder: str,
+    shape: TreeShape, sampling: Sampling, draws: int, seed: int, stop: StopFlag,
+    description: str,
+) -> VerifierResult:  # fmt: skip
+    """Every verifier on the same trees: its exact expectation, the mean of `draws` verdicts, and its cost."""
+    expected: dict[str, list[float]] = {rule: [] for rule in verifiers}
+    measured: dict[str, list[float]] = {rule: [] for rule in verifiers}
+    seconds = dict.fromkeys(verifiers, 0.0)
+    step = max(1, LOGITS // (target.vocab_size * (shape.budget + 1)))
+    with progress_bar(len(contexts), description, "contexts") as bar:
+        for rows in torch.arange(len(contexts)).split(min(step, 64)):
+            group = contexts.group(rows)
+            trees = get_builder(builder)(drafter.session(*group, sampling.for_drafting()), shape).trees
+            logits = target.head(target.tree_hidden(group[0], trees, group[1], group[2]))
+            probs = process_logits(logits, sampling).exp()
+            names = [(contexts.ids[row], int(contexts.anchors[row])) for row in rows.tolist()]
+            for rule in verifiers:
+                verifier = get_verifier(rule)
+                expected[rule] += [
+                    float(verifier.expected_block_length(tree, probs[row, : tree.num_nodes + 1]))
+                    for row, tree in enumerate(trees.trees())
+                ]
+                lengths, spent = _draw(rule, trees, logits, sampling, draws, seed, names)
+                measured[rule] += lengths
+                seconds[rule] += spent
+            _advance(bar, stop)(rows.numel())
+    count = len(contexts) * draws
+    return VerifierResult(
+        contexts.ids, draws,
+        {rule: np.asarray(values) for rule, values in expected.items()},
+        {rule: np.asarray(values) for rule, values in measured.items()},
+        {rule: value / count for rule, value in seconds.items()},
+    )  # fmt: skip
+
+
+def _draw(
+    rule: str, trees: TreeBatch, logits: Tensor, sampling: Sampling, draws: int, seed: int,
+    names: Sequence[tuple[str, int]],
+) -> tuple[list[float], float]:  # fmt: skip
+    """(mean block length of each tree's verdicts, seconds). Every verifier gets the same random streams."""
+    verifier = get_verifier(rule)
+    generators = [generator_for(seed, "eval", "verdict", *name) for name in names]
+    began, lengths = time.perf_counter(), torch.zeros(len(trees), dtype=torch.float64, device=logits.device)
+    for draw in range(draws + 1):
+        if draw == 1:  # the first call pays for allocations: not timed, not counted
+            began, lengths = time.perf_counter(), torch.zeros_like(lengths)
+        verdict = verifier.verify_batch(trees, logits, sampling, generators)
+        lengths += 1 + trees.depths.gather(1, verdict.nodes.to(trees.depths.device)[:, None])[:, 0]
+    means: list[float] = (lengths / draws).tolist()  # waits for the device
+    return means, time.perf_counter() - began
