@@ -51,7 +51,7 @@ def checked_rows(tree: DraftTree, target_probs: Any) -> Rows:
 
 def _as_array(values: Any) -> Rows:
     if isinstance(values, torch.Tensor):
-        return np.array(values.detach().to("cpu", torch.float64))
+        return np.array(values.detach().to("cpu", torch.float64).numpy())
     if isinstance(values, list | tuple) and any(isinstance(row, torch.Tensor) for row in values):
         values = [row.detach().to("cpu", torch.float64).numpy() for row in values]
     try:

@@ -67,6 +67,7 @@ def process_logits(logits: Tensor, sampling: Sampling) -> Tensor:
     """Processed log-probabilities [..., V] of raw logits [..., V]; tokens cut off have -inf.
 
     Float32, float64 where the logits are. Order: temperature, top-k (ties with the last are kept), top-p, renormalise.
-    Greedy: 0 at the first argmax, -inf elsewhere. The input is not written to. NaN or +inf logits, or a row with no finite logit, raise InputError.
+    Greedy: 0 at the first argmax, -inf elsewhere. The input is not written to. NaN or +inf logits, or a row with no
+    finite logit, raise InputError.
     """
     return log_weights(logits, sampling).log_softmax(dim=-1)
