@@ -16,6 +16,7 @@ from exittrain.law.sampling import Sampling
 from exittrain.models.cache import TreeCache, pad_paths
 from exittrain.models.causal import CausalModel
 from exittrain.models.folders import atomic_folder
+from exittrain.models.loading import quiet_transformers
 from exittrain.models.packed import PackedBatch
 from exittrain.models.session import CacheSession, open_session
 
@@ -42,7 +43,7 @@ class Drafter:
         return (parameter for parameter in self.model.module.parameters() if parameter.requires_grad)
 
     def tree_hidden(self, packed: PackedBatch) -> Tensor:
-        """Hidden states [S, L, H] of a packed batch; differentiable. `packed.gather` picks the nodes' rows [R, M, H]."""
+        """Hidden states [S, L, H] of a packed batch; differentiable. `packed.gather` picks the nodes' [R, M, H]."""
         return self.model.hidden(packed.input_ids, packed.position_ids, packed.mask)
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -69,7 +70,7 @@ class Drafter:
         """
         note = {"schema_version": SCHEMA_VERSION, "kind": self.kind, "target_fingerprint": self.target_fingerprint}
         frozen = sorted(name for name, p in self.model.module.named_parameters() if not p.requires_grad)
-        with atomic_folder(Path(folder)) as temporary:
+        with atomic_folder(Path(folder)) as temporary, quiet_transformers():
             self.model.module.save_pretrained(temporary)
             if self.model.tokenizer is not None:
                 self.model.tokenizer.save_pretrained(temporary)

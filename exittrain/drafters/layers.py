@@ -65,7 +65,7 @@ def _smaller_module(target: CausalModel, chosen: list[int], dtype: torch.dtype) 
         start = f"{prefix}{old}."
         state |= {f"{prefix}{new}.{key[len(start) :]}": source[key] for key in source if key.startswith(start)}
     with torch.random.fork_rng():
-        module = AutoModelForCausalLM.from_config(
+        module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             config, dtype=dtype, attn_implementation=target.module.config._attn_implementation
         )
     module.load_state_dict(state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -56,7 +57,7 @@ def _parse_layers(spec: str) -> int | list[int]:
     return numbers[0] if len(numbers) == 1 else numbers
 
 
-def _read_note(folder: Path) -> dict[str, object]:
+def _read_note(folder: Path) -> dict[str, Any]:
     file = folder / DRAFTER_FILE
     if not file.exists():
         return {}

@@ -34,13 +34,15 @@ def make_causal_lm(
     if hidden_size % (2 * num_heads):
         raise InputError(f"hidden_size {hidden_size} must be a multiple of 2 x num_heads ({2 * num_heads})")
     ids = list(eos_token_ids)
-    config = LlamaConfig(
+    config: Any = LlamaConfig(
         vocab_size=vocab_size, hidden_size=hidden_size, num_hidden_layers=num_layers, num_attention_heads=num_heads,
         num_key_value_heads=num_heads, intermediate_size=intermediate_size, tie_word_embeddings=tie_embeddings,
-        max_position_embeddings=max_positions, attn_implementation=attention, pad_token_id=None, bos_token_id=None,
+        max_position_embeddings=max_positions, pad_token_id=None, bos_token_id=None,
         eos_token_id=ids[0] if len(ids) == 1 else ids or None,
     )  # fmt: skip
+    config._attn_implementation = attention
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        module = LlamaForCausalLM(config).to(dtype)
+        module: Any = LlamaForCausalLM(config)
+    module = module.to(dtype)
     return CausalModel(module, tokenizer, name, verify=False)

@@ -6,7 +6,7 @@ Shapes: S rows, K cached columns, W new columns, M nodes with the root, H hidden
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ class TreeCache:
     def __init__(self, model: CausalModel, num_rows: int) -> None:
         self.model = model
         self.committed = torch.zeros((num_rows, 0), dtype=torch.bool, device=model.device)
-        self._store = DynamicCache()
+        self._store: Any = DynamicCache()
         self._score_start = 0
 
     @property
@@ -104,7 +104,7 @@ class TreeCache:
 
     @torch.no_grad()
     def keep(self, columns: Tensor) -> None:
-        """Keep just these columns [S, C], in this order, as each row's committed context; -1 is padding on the right."""
+        """Keep just these columns [S, C], in this order, as each row's committed context; -1 pads on the right."""
         valid, index = columns >= 0, columns.clamp(min=0)
         moved = (valid & (index != torch.arange(columns.shape[1], device=columns.device))).any(0)
         width, first = columns.shape[1], int(moved.to(torch.uint8).argmax()) if bool(moved.any()) else columns.shape[1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,28 +13,30 @@ from pathlib import Path
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """A temporary folder beside `folder` to write into; on success it is synced and takes its place.
 
-    What was there before stays until the new one is complete, and stays for good when the block raises.
+    What was there before stays until the new one is complete, and stays for good when the block raises. One writer at a
+    time; what an earlier, killed writer left is cleared first.
     """
-    folder = Path(folder)
+    partial, old = (folder.parent / f".{folder.name}.{state}" for state in ("partial", "old"))
     folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    if old.exists() and not folder.exists():  # killed between the two renames below
+        os.rename(old, folder)
+    for leftover in (partial, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    partial.mkdir()
     try:
-        yield temporary
-        temporary.chmod(0o755)
-        for place in (*sorted(temporary.rglob("*")), temporary):
-            sync(place)
-        old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
+        yield partial
+        for place in (*sorted(partial.rglob("*")), partial):
+            _sync(place)
         if folder.exists():
-            os.rename(folder, old / folder.name)
-        os.rename(temporary, folder)
-        sync(folder.parent)
-        shutil.rmtree(old)
+            os.rename(folder, old)
+        os.rename(partial, folder)
+        _sync(folder.parent)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        for leftover in (partial, old):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
-def sync(path: Path) -> None:
-    """Flush a file or folder to the disk."""
+def _sync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

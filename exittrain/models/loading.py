@@ -22,7 +22,7 @@ def load_pretrained(source: str | Path, dtype: torch.dtype, attention: str) -> t
     path = Path(source).expanduser()
     if not path.exists():
         if str(source) in KNOWN_MODELS:
-            return load_pretrained(fetch(str(source)), dtype, attention)[:2] + (str(source),)
+            return (*load_pretrained(fetch(str(source)), dtype, attention)[:2], str(source))
         if path.is_absolute() or str(source).startswith(("./", "../", "~")) or path.suffix == ".gguf":
             raise InputError(f"{source} does not exist; name a folder, a GGUF file, a hub id or a known model")
         return *_load(str(source), str(source), dtype, attention), str(source)
@@ -79,7 +79,7 @@ def load_tokenizer(source: str, **extra: Any) -> Any:
 def _load(source: str, shown: str, dtype: torch.dtype, attention: str, **extra: Any) -> tuple[Any, Any]:
     with quiet_transformers():
         try:
-            module, info = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source, dtype=dtype, attn_implementation=attention, output_loading_info=True, **extra
             )
         except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
@@ -90,23 +90,34 @@ def _load(source: str, shown: str, dtype: torch.dtype, attention: str, **extra: 
                     "check the name and the network, or give a local folder"
                 ) from error
             raise InputError(f"{shown} cannot be loaded as a causal LM: {_first_line(error)}") from error
+        module, info = loaded
         if missing := sorted(info["missing_keys"]):
             raise InputError(f"{shown} lacks {len(missing)} weights, first {missing[0]}; they would be random numbers")
+        if "gguf_file" in extra:
+            forget_quantisation(module)
         return module, load_tokenizer(source, **extra)
+
+
+def forget_quantisation(module: Any) -> None:
+    """A dequantised GGUF model is a plain one: what it came from must not be saved with it or change its identity."""
+    module.config.__dict__.pop("quantization_config", None)
+    module.hf_quantizer = None
+    for name in ("is_quantized", "quantization_method"):
+        module.__dict__.pop(name, None)
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """No loading bars or notes of transformers: what goes wrong is raised, what goes well needs no print."""
     level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         transformers_logging.set_verbosity(level)
         if bars:
-            transformers_logging.enable_progress_bar()
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _first_line(error: BaseException) -> str:

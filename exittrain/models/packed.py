@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,10 +37,9 @@ class PackedBatch:
         return hidden[self.tree_sequence[:, None], self.columns]
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        moved = {
-            name: None if value is None else value.to(device)
-            for name, value in vars(self).items()
-        }  # fmt: skip
+        moved: dict[str, Any] = {
+            name: None if value is None else value.to(device) for name, value in vars(self).items()
+        }
         return replace(self, **moved)
 
 

@@ -1,6 +1,6 @@
 """A model looking ahead from R contexts over S cached sequences, wave by wave: the builders' DraftSession.
 
-Shapes: R contexts, S rows of the cache, A contexts a row, W nodes of one wave, K cached columns, H hidden, V vocabulary.
+Shapes: R contexts, S cache rows, A contexts a row, W nodes of one wave, K cached columns, H hidden, V vocabulary.
 """
 
 from __future__ import annotations

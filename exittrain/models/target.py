@@ -109,7 +109,7 @@ class TargetModel(CausalModel):
         self, sequences: Sequence[Tensor], trees: TreeBatch, tree_sequence: Tensor, anchors: Tensor,
         max_tokens: int = 4096,
     ) -> Tensor:  # fmt: skip
-        """Hidden states [R, M, H] at the nodes of R trees, tree r growing from anchors[r] of sequences[tree_sequence[r]].
+        """Hidden states [R, M, H] at the nodes of R trees; tree r grows from anchors[r] of sequences[tree_sequence[r]].
 
         No gradient. Each sequence is run once, up to its last anchor; the nodes follow behind its cache in chunks of at
         most max_tokens (one tree a row at least), so memory does not grow with the number of trees.
@@ -128,7 +128,7 @@ class TargetModel(CausalModel):
     def sequence_hidden(self, sequences: Sequence[Tensor], max_tokens: int = 4096) -> Tensor:
         """Hidden states [S, L, H] of sequences alone, right-padded with 0; no gradient."""
         longest = max(len(sequence) for sequence in sequences)
-        out = torch.zeros((len(sequences), longest, self.hidden_size), dtype=self.dtype, device=self.device)
+        out: Tensor = self.embeddings.weight.new_zeros((len(sequences), longest, self.hidden_size))
         for group in _groups([len(sequence) for sequence in sequences], max_tokens):
             tokens, _ = pad_rows([sequences[s].to(self.device) for s in group])
             out[group, : tokens.shape[1]] = self.hidden(tokens)
@@ -140,9 +140,9 @@ class TargetModel(CausalModel):
     ) -> tuple[Tensor, Tensor]:
         rows, anchors = tree_sequence.to(self.device), anchors.to(self.device)
         longest = max(len(sequence) for sequence in sequences)
-        shape = {"dtype": self.dtype, "device": self.device}
-        along = torch.zeros((len(sequences), longest, self.hidden_size), **shape)  # type: ignore[call-overload]
-        nodes = torch.zeros((*trees.token_ids.shape, self.hidden_size), **shape)  # type: ignore[call-overload]
+        like = self.embeddings.weight.detach()
+        along = like.new_zeros((len(sequences), longest, self.hidden_size))
+        nodes = like.new_zeros((*trees.token_ids.shape, self.hidden_size))
         for group in _groups([len(sequence) for sequence in sequences], max_tokens):
             cache = TreeCache(self, len(group))
             hidden = cache.extend([sequences[s] for s in group])
@@ -177,7 +177,7 @@ class TargetModel(CausalModel):
             positions = part.scatter(anchors[chunk][:, None] + picked.depths[:, 1:]).flatten(1)
             tokens = part.scatter(picked.token_ids[:, 1:]).flatten(1)
             hidden = cache.append(tokens, positions, torch.cat([prefix, own], dim=-1))
-            out[chunk, 1:] = part.gather(hidden.unflatten(1, (part.width, num_nodes)))
+            out[chunk, 1:] = part.gather(hidden.reshape(cache.num_rows, part.width, num_nodes, -1))
             cache.rollback()
 
     def session(
