@@ -1,0 +1,83 @@
+"""A row's tokens depend on its own prompt and generator, never on its neighbours (cases.md 61, 53)."""
+
+import pytest
+import torch
+
+from exittrain import Sampling, decode
+from exittrain.decoding.loop import generate
+
+
+def seeds(count, first=10):
+    return [torch.Generator().manual_seed(first + i) for i in range(count)]
+
+
+@pytest.mark.parametrize("verifier", ["tev", "predraw", "residual"])
+@pytest.mark.parametrize("name", ["none", "layers", "near"])
+def test_a_batch_equals_each_alone(target, drafters, prompts, name, verifier):
+    settings = {"temperature": 1.0, "max_new_tokens": 24, "verifier": verifier, "budget": 8, "record_coverage": True}
+    together = decode(target, drafters[name], prompts, generator=seeds(len(prompts)), **settings)
+    for out, prompt, one in zip(together, prompts, seeds(len(prompts)), strict=True):
+        alone = decode(target, drafters[name], prompt, generator=one, **settings)
+        assert alone.token_ids == out.token_ids
+        assert [r.block_length for r in alone.rounds] == [r.block_length for r in out.rounds]
+        assert [r.coverage for r in alone.rounds] == pytest.approx([r.coverage for r in out.rounds], abs=1e-4)
+
+
+def test_rows_that_end_early_leave_the_others_alone(target, drafters, prompts):
+    """Ends at different rounds: every token is an end token for some row sooner or later."""
+    ends = tuple(range(0, 97, 9))
+    together = decode(target, drafters["near"], prompts, generator=seeds(len(prompts)), eos_token_ids=ends, depth=4)
+    assert len({len(out.rounds) for out in together}) > 2
+    for out, prompt, one in zip(together, prompts, seeds(len(prompts)), strict=True):
+        alone = decode(target, drafters["near"], prompt, generator=one, eos_token_ids=ends, depth=4)
+        assert alone.token_ids == out.token_ids and alone.finish_reason == out.finish_reason
+
+
+def test_same_seed_same_tokens_and_another_seed_others(target, drafters, prompts):
+    runs = [
+        [out.token_ids for out in decode(target, drafters["near"], prompts, generator=torch.Generator().manual_seed(s))]
+        for s in (1, 1, 2)
+    ]
+    assert runs[0] == runs[1] and runs[0] != runs[2]
+
+
+def test_without_a_generator_the_global_seed_governs(target, prompts):
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        first = decode(target, None, prompts[2], max_new_tokens=8).token_ids
+        torch.manual_seed(4)
+        assert decode(target, None, prompts[2], max_new_tokens=8).token_ids == first
+
+
+def test_generate_keeps_the_order_and_equals_decode(target, prompts):
+    shuffled = [prompts[i] for i in (3, 0, 5, 1, 4, 2)]
+    counted = []
+    outs = generate(
+        target, shuffled, Sampling(temperature=0.9), 12, seeds(6), progress=counted.append, batch_size=4,
+        eos_token_ids=(),
+    )  # fmt: skip
+    assert sum(counted) == 6 * 12 == sum(len(out.token_ids) for out in outs)
+    for out, prompt, one in zip(outs, shuffled, seeds(6), strict=True):
+        alone = decode(target, None, prompt, temperature=0.9, max_new_tokens=12, generator=one, eos_token_ids=())
+        assert alone.token_ids == out.token_ids and out.num_prompt_tokens == len(prompt)
+
+
+def test_generate_of_nothing(target):
+    assert generate(target, [], Sampling(), 4, []) == []
+
+
+def test_caches_after_a_round_equal_a_plain_forward(target, drafters, prompts):
+    """Gathering, not cropping: the distribution after several rounds is that of the committed tokens alone."""
+    out = decode(
+        target, drafters["layers"], prompts, generator=seeds(len(prompts)), max_new_tokens=12, record_coverage=True
+    )
+    again = decode(
+        target, drafters["layers"], [[*p, *o.token_ids] for p, o in zip(prompts, out, strict=True)],
+        temperature=0, max_new_tokens=1,
+    )  # fmt: skip
+    longer = decode(target, drafters["layers"], prompts, temperature=0, max_new_tokens=30, eos_token_ids=())
+    for prompt, tokens in zip(prompts, longer, strict=True):
+        with torch.no_grad():
+            logits = target.module(torch.tensor([[*prompt, *tokens.token_ids]])).logits[0]
+        assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == tokens.token_ids
+    assert all(len(o.token_ids) == 1 for o in again)
