@@ -132,6 +132,8 @@ class TreeCache:
 
     def _run(self, tokens: Tensor, positions: Tensor, visible: Tensor | None) -> Tensor:
         mask = None if visible is None else additive_mask(visible, self.model.dtype)
+        # Padding, and drafts that will be cut, may lie past the last position: their output is read by nobody.
+        positions = positions.clamp(max=self.model.max_positions - 1)
         hidden = self.model.hidden(tokens, positions, mask, self._store)
         added = self.committed.new_zeros(tokens.shape)
         self.committed = torch.cat([self.committed, added], dim=1)
