@@ -89,6 +89,8 @@ def rank_paths(shape: TreeShape) -> list[Path]:
 
 def _fitting(paths: Sequence[Path], shape: TreeShape, name: str) -> list[Path]:
     ordered = [(), *sorted(set(paths) - {()}, key=lambda path: (len(path), path))]
+    if len(ordered) == 1:
+        raise InputError("a static shape needs at least one rank path, such as [[0]]")
     for path in ordered[1:]:
         if path[:-1] not in ordered or any(type(rank) is not int or rank < 0 for rank in path):
             raise InputError(f"static shape: {list(path)} needs its parent {list(path[:-1])} and ranks from 0 up")

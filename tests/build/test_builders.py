@@ -1,0 +1,275 @@
+"""Builders against a heap, against brute force, and on degenerate shapes."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from enumeration import coverage_by_force, rows_of
+from fakes import Law, Prefix, TableSession, random_law
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exittrain.build.base import TreeShape
+from exittrain.build.registry import BUILDERS, get_builder
+from exittrain.build.static import EAGLE
+from exittrain.errors import InputError
+from exittrain.law.exit_law import exit_law
+from exittrain.law.seeding import seed_for
+from exittrain.tree.batch import TreeBatch
+from exittrain.tree.draft_tree import DraftTree
+
+
+def float_logs(law: Law, prefix: Prefix) -> list[float]:
+    """The session's own float32 log-probabilities: ties must tie in both."""
+    return torch.tensor([math.log(p) if p > 0 else -math.inf for p in law(prefix)]).double().tolist()
+
+
+def heap_tree(law: Law, budget: int, depth: int, width: int) -> list[tuple[int, int]]:
+    """The plain reference: (parent, token) of each popped node."""
+    nodes: list[tuple[int, int]] = []
+    heap: list[tuple[float, int, int, Prefix]] = []
+
+    def push(parent: int, prefix: Prefix, score: float) -> None:
+        if len(prefix) < depth:
+            logs = float_logs(law, prefix)
+            ranked = sorted(range(len(logs)), key=lambda x: (-logs[x], x))[:width]
+            for token in ranked:
+                if logs[token] > -math.inf:
+                    heapq.heappush(heap, (-(score + logs[token]), parent, token, (*prefix, token)))
+
+    push(0, (), 0.0)
+    while heap and len(nodes) < budget:
+        negative, parent, token, prefix = heapq.heappop(heap)
+        nodes.append((parent, token))
+        push(len(nodes), prefix, -negative)
+    return nodes
+
+
+def eagle2_tree(law: Law, budget: int, depth: int, width: int) -> set[Prefix]:
+    """EAGLE-2 as its paper has it: each level expands its `width` best nodes; the best N of all candidates stay."""
+    candidates: list[tuple[Any, Prefix]] = []
+    frontier: list[tuple[float, Prefix]] = [(0.0, ())]
+    for _ in range(depth):
+        level = []
+        for score, prefix in frontier:
+            logs = float_logs(law, prefix)
+            for token in sorted(range(len(logs)), key=lambda x: (-logs[x], x))[:width]:
+                if logs[token] > -math.inf:
+                    level.append((score + logs[token], (*prefix, token)))
+        frontier = sorted(level, key=lambda item: -item[0])[:width]
+        candidates += level
+    return {prefix for _, prefix in sorted(candidates, key=lambda item: -item[0])[:budget]}
+
+
+def pairs(tree: DraftTree) -> list[tuple[int, int]]:
+    return list(zip(tree.parents.tolist()[1:], tree.token_ids.tolist()[1:], strict=True))
+
+
+def prefixes(tree: DraftTree) -> set[Prefix]:
+    tokens = tree.token_ids.tolist()
+    return {tuple(tokens[step] for step in tree.path(node)) for node in range(1, tree.num_nodes + 1)}
+
+
+def untied_law(seed: int, vocab: int) -> Law:
+    def law(prefix: Prefix) -> list[float]:
+        rng = random.Random(seed_for(seed, *prefix))
+        weights = [rng.random() for _ in range(vocab)]
+        return [weight / sum(weights) for weight in weights]
+
+    return law
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    vocab=st.integers(1, 6),
+    budget=st.integers(1, 12),
+    depth=st.integers(1, 5),
+    width=st.integers(1, 6),
+    grain=st.sampled_from([1, 2, 12]),
+)
+@settings(max_examples=150, deadline=None)
+def test_best_first_is_the_heaps_tree(seed: int, vocab: int, budget: int, depth: int, width: int, grain: int) -> None:
+    laws = [random_law(seed + i, vocab, grain, zeros=0.2, sure=0.3) for i in range(4)]
+    draft = get_builder("best_first")(TableSession(laws), TreeShape(budget, depth, width))
+    for law, tree in zip(laws, draft.trees.trees(), strict=True):  # DraftTree checks parents first, siblings apart
+        assert pairs(tree) == heap_tree(law, budget, depth, width)
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+@given(seed=st.integers(0, 10**6), budget=st.integers(1, 9))
+@settings(max_examples=25, deadline=None)
+def test_trees_scores_and_slots_agree(name: str, seed: int, budget: int) -> None:
+    roots = [7, 8, 9]
+    laws = [random_law(seed + i, 4) for i in range(3)]
+    session = TableSession(laws, roots)
+    draft = get_builder(name)(session, TreeShape(budget, 4, 3, branching="2-ary"))
+    trees = draft.trees
+    assert trees.drawn == "top"
+    assert int(trees.valid.sum(1).max()) == trees.token_ids.shape[1] <= budget + 1
+    for row, tree in enumerate(trees.trees()):
+        tokens = tree.token_ids.tolist()
+        assert tokens[0] == roots[row]
+        for node in range(tree.num_nodes + 1):
+            prefix = tuple(tokens[step] for step in tree.path(node))
+            slot = int(draft.slots[row, node])
+            if slot >= 0:
+                assert session.prefixes[row][slot] == prefix
+            if node:
+                assert tree.draft_logprobs is not None
+                assert float(tree.draft_logprobs[node]) == float_logs(laws[row], prefix[:-1])[prefix[-1]] > -math.inf
+            if tree.children(node):
+                assert slot >= 0
+    assert (trees.depths[~trees.valid] == 0).all() and (trees.token_ids[~trees.valid] == 0).all()
+    assert (draft.slots[~trees.valid] == -1).all()
+
+
+@given(seed=st.integers(0, 10**6), budget=st.integers(1, 10), depth=st.integers(1, 5), width=st.integers(1, 5))
+@settings(max_examples=60, deadline=None)
+def test_beam_is_eagle_2(seed: int, budget: int, depth: int, width: int) -> None:
+    laws = [untied_law(seed + i, 5) for i in range(3)]
+    session = TableSession(laws)
+    draft = get_builder("beam")(session, TreeShape(budget, depth, width))
+    for law, tree in zip(laws, draft.trees.trees(), strict=True):
+        assert prefixes(tree) == eagle2_tree(law, budget, depth, width)
+    assert all(int(wave.sum(1).max()) <= width for wave in session.waves)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("budget", [1, 2, 3, 4])
+def test_oracle_coverage_is_the_largest_there_is(seed: int, budget: int) -> None:
+    law = random_law(seed, 3)
+    draft = get_builder("oracle")(TableSession(law), TreeShape(budget, 1, 1))
+    tree = draft.trees.trees()[0]
+    coverage = float(exit_law(tree, rows_of(tree, law)).coverage)
+    assert coverage == pytest.approx(coverage_by_force(law, 3, depth=budget, budget=budget), abs=1e-6)
+
+
+def test_oracle_follows_a_certain_target_to_the_budget() -> None:
+    draft = get_builder("oracle")(TableSession(random_law(0, 4, sure=1.0)), TreeShape(5, 2, 1))
+    assert draft.trees.max_depth == draft.trees.trees()[0].num_nodes == 5
+
+
+def test_certain_chain_ties_its_parents_and_keeps_them() -> None:
+    """cases.md 55: a child of probability 1 scores as its parent does; the cut keeps ancestors first."""
+    law = random_law(3, 4, sure=1.0)
+    for name in ["best_first", "beam"]:
+        tree = get_builder(name)(TableSession(law), TreeShape(3, 6, 4)).trees.trees()[0]
+        assert tree.parents.tolist() == [-1, 0, 1, 2]
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize(("budget", "depth", "width"), [(4, 1, 4), (1, 1, 1), (1, 6, 8), (3, 3, 1)])
+def test_degenerate_shapes(name: str, budget: int, depth: int, width: int) -> None:
+    """cases.md 56."""
+    laws = [random_law(seed, 5, zeros=0.0, sure=0.0) for seed in range(2)]
+    for tree in get_builder(name)(TableSession(laws), TreeShape(budget, depth, width)).trees.trees():
+        assert 1 <= tree.num_nodes <= budget
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_greedy_drafter_gives_smaller_trees(name: str) -> None:
+    """Tokens of no probability are never selected, whatever the budget."""
+    law = random_law(1, 6, sure=1.0)
+    tree = get_builder(name)(TableSession(law), TreeShape(13, 3, 4, branching="3-ary")).trees.trees()[0]
+    assert tree.num_nodes == (13 if name == "oracle" else 3)
+
+
+def test_budgets_are_nested() -> None:
+    law = random_law(11, 6)
+    large = pairs(get_builder("best_first")(TableSession(law), TreeShape(12, 5, 6)).trees.trees()[0])
+    for budget in range(1, 12):
+        small = pairs(get_builder("best_first")(TableSession(law), TreeShape(budget, 5, 6)).trees.trees()[0])
+        assert small == large[:budget]
+
+
+def test_rows_do_not_depend_on_neighbours() -> None:
+    laws = [random_law(seed, 5) for seed in range(6)]
+    for name in BUILDERS:
+        shape = TreeShape(7, 4, 3, branching="2-ary")
+        together = get_builder(name)(TableSession(laws), shape).trees.trees()
+        alone = [get_builder(name)(TableSession(law), shape).trees.trees()[0] for law in laws]
+        assert [pairs(tree) for tree in together] == [pairs(tree) for tree in alone]
+
+
+def test_waves_only_run_nodes_that_may_be_kept() -> None:
+    """One wave a level, and never more nodes in it than the budget."""
+    session = TableSession([random_law(seed, 8, zeros=0.0) for seed in range(5)])
+    get_builder("best_first")(session, TreeShape(6, 4, 8))
+    assert len(session.waves) <= 3
+    assert all(wave.shape[1] <= 5 for wave in session.waves)
+
+
+def static(branching: Any, budget: int = 25, depth: int = 5, law: Law | None = None) -> DraftTree:
+    law = law or random_law(2, 6, zeros=0.0, sure=0.0)
+    if not isinstance(branching, str):
+        branching = tuple(map(tuple, branching))
+    return get_builder("static")(TableSession(law), TreeShape(budget, depth, branching=branching)).trees.trees()[0]
+
+
+def test_static_shapes() -> None:
+    assert static("chain", budget=3).parents.tolist() == [-1, 0, 1, 2]
+    assert static("chain", budget=16, depth=4).num_nodes == 4
+    assert static("2-ary", budget=6).parents.tolist() == [-1, 0, 0, 1, 1, 2, 2]
+    assert static("2-ary", budget=4).parents.tolist() == [-1, 0, 0, 1, 1]
+    assert static("3-ary", depth=1).parents.tolist() == [-1, 0, 0, 0]
+    assert static([[0], [1], [0, 0]]).parents.tolist() == [-1, 0, 0, 1]
+
+
+def test_eagles_tree_is_its_25_nodes() -> None:
+    """Child counts from the official choices: root 4; 3, 2, 2, 1; 3, 2, 2, 1; 3; 2."""
+    tree = static("eagle")
+    counts = [len(tree.children(node)) for node in range(26)]
+    assert len(EAGLE) == tree.num_nodes == 25
+    assert counts[:5] == [4, 3, 2, 2, 1]
+    assert counts[5:13] == [3, 2, 2, 1, 0, 0, 0, 0]
+    assert counts[13:21] == [3, 0, 0, 0, 0, 0, 0, 0]
+    assert counts[21:] == [2, 0, 0, 0, 0]
+    assert sum(not count for count in counts) == 15 and int(tree.depths.max()) == 5
+
+
+def test_static_ranks_are_by_probability() -> None:
+    law = random_law(4, 5, zeros=0.0, sure=0.0)
+    tokens = static([[0], [1], [2], [2, 0]], law=law).token_ids.tolist()
+    ranked = sorted(range(5), key=lambda x: (-law(())[x], x))
+    assert tokens[1:4] == ranked[:3]
+    assert tokens[4] == min(range(5), key=lambda x: (-law((ranked[2],))[x], x))
+
+
+def test_static_leaves_out_ranks_that_do_not_exist() -> None:
+    def law(prefix: Prefix) -> list[Fraction]:
+        return [Fraction(0), Fraction(1, 3), Fraction(2, 3)] if not prefix else [Fraction(0), Fraction(1), Fraction(0)]
+
+    tree = static([[0], [1], [2], [2, 0], [1, 0], [1, 1], [9]], law=law)
+    assert pairs(tree) == [(0, 2), (0, 1), (2, 1)]
+
+
+@pytest.mark.parametrize(
+    ("branching", "budget", "words"),
+    [
+        ("egle", 25, "no static shape 'egle'"),
+        ("0-ary", 25, "no static shape"),
+        ("eagle", 16, "EAGLE's tree has 25 nodes and depth 5; set tree.budget"),
+        ([[0, 0]], 25, r"needs its parent \[0\]"),
+        ([[-1]], 25, "ranks from 0 up"),
+        ([], 25, "at least one"),
+    ],
+)
+def test_static_refuses(branching: Any, budget: int, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        static(branching, budget)
+
+
+def test_unknown_builder_names_the_nearest() -> None:
+    with pytest.raises(InputError, match="did you mean 'best_first'"):
+        get_builder("bestfirst")
+
+
+def test_batches_of_different_sizes() -> None:
+    trees = TreeBatch.from_trees([DraftTree([0], [-1]), DraftTree([0, 1, 2], [-1, 0, 1])])
+    assert [tree.num_nodes for tree in trees.trees()] == [0, 2]
