@@ -5,7 +5,7 @@ Shapes: S sequences, R anchors over all sequences, M = N+1 nodes padded, D the d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,14 +17,12 @@ from exittrain.build.registry import get_builder
 from exittrain.law.exit_law import ExitLaw, batch_exit_law
 from exittrain.law.sampling import Sampling
 from exittrain.stages.training.scoring import score_edges
+from exittrain.stages.training.trees import anchor_groups, group_inputs, max_trees
 from exittrain.tree.batch import TreeBatch
 
 if TYPE_CHECKING:
     from exittrain.drafters.base import Drafter
     from exittrain.models.target import TargetModel
-
-MAX_TOKENS = 8192  # padded sequence tokens of one group
-MAX_TREES = 1024  # trees of one group
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +72,7 @@ def coverage_of(
     coverage, num_nodes = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.int64)
     depth_reach = torch.zeros(count, shape.depth, dtype=torch.float64)
     best = torch.zeros(count, dtype=torch.float64) if oracle else None
-    for rows in anchor_groups([len(s) for s in sequences], tree_sequence):
+    for rows in anchor_groups([len(s) for s in sequences], tree_sequence, max_trees(target.vocab_size, shape)):
         scored = draw_and_score(target, drafter, sequences, tree_sequence, anchors, rows, shape, sampling, builder)
         coverage[rows], depth_reach[rows] = scored.law.coverage.cpu(), _depth_reach(scored, shape.depth).cpu()
         num_nodes[rows] = scored.trees.valid.sum(1).cpu() - 1
@@ -83,32 +81,6 @@ def coverage_of(
         if progress is not None:
             progress(rows.numel())
     return Coverage(tree_sequence, anchors, coverage, depth_reach, num_nodes, best)
-
-
-def anchor_groups(lengths: Sequence[int], tree_sequence: Tensor) -> Iterator[Tensor]:
-    """Rows [R'] of the anchors, grouped so that sequences of like length share a forward and memory stays bounded."""
-    members: dict[int, list[int]] = {}
-    for row, sequence in enumerate(tree_sequence.tolist()):
-        members.setdefault(sequence, []).append(row)
-    group: list[int] = []
-    num_sequences = 0
-    for sequence in sorted(members, key=lambda s: (lengths[s], s)):
-        full = (num_sequences + 1) * lengths[sequence] > MAX_TOKENS or len(group) + len(members[sequence]) > MAX_TREES
-        if group and full:
-            yield torch.tensor(group)
-            group, num_sequences = [], 0
-        group.extend(members[sequence])
-        num_sequences += 1
-    if group:
-        yield torch.tensor(group)
-
-
-def _group_inputs(
-    sequences: Sequence[Tensor], tree_sequence: Tensor, anchors: Tensor, rows: Tensor
-) -> tuple[list[Tensor], Tensor, Tensor]:
-    """(sequences of the group, which of them each tree belongs to, anchors)."""
-    used, local = tree_sequence[rows].unique(return_inverse=True)
-    return [sequences[i] for i in used.tolist()], local, anchors[rows]
 
 
 @torch.no_grad()
@@ -124,8 +96,8 @@ def draw_and_score(
     builder: str = "best_first",
 ) -> ScoredTrees:
     """The drafter's trees at the anchors `rows` and the target's exit law on them."""
-    inputs = _group_inputs(sequences, tree_sequence, anchors, rows)
-    trees = get_builder(builder)(drafter.session(*inputs, sampling.for_drafting()), shape).trees
+    inputs = group_inputs(sequences, tree_sequence, anchors, rows)
+    trees = get_builder(builder)(drafter.session(*inputs, sampling), shape).trees
     used, local, positions = inputs
     hidden = target.tree_hidden(used, trees, local, positions)
     scores = score_edges(target.head, hidden, trees, sampling, target.vocab_size)
@@ -143,7 +115,7 @@ def _oracle_coverage(
     sampling: Sampling,
 ) -> Tensor:
     """[R'] C*(N): the target's own trees; their draft log-probabilities are the target's, so no second scoring is due."""
-    session = target.session(*_group_inputs(sequences, tree_sequence, anchors, rows), sampling)
+    session = target.session(*group_inputs(sequences, tree_sequence, anchors, rows), sampling)
     trees = get_builder("oracle")(session, shape).trees
     assert trees.draft_logprobs is not None  # every builder sets them
     return batch_exit_law(trees, trees.draft_logprobs.double()).coverage.cpu()

@@ -66,12 +66,12 @@ def edge_chunks(edges: Edges, vocab_size: int) -> Iterator[tuple[int, int, slice
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """edge_logprobs [R, M] float64: log p of each node's token at its parent, 0 at roots and padding; logprobs [P, V]
-    float32: the processed distributions at `edges.rows`, where they were small enough to keep."""
+    """edge_logprobs [R, M] float64: log p of each node's token at its parent, 0 at roots and padding; logits [P, V]
+    float32: the raw logits at `edges.rows`, where they were asked for and small enough to keep."""
 
     edges: Edges
     edge_logprobs: Tensor
-    logprobs: Tensor | None
+    logits: Tensor | None
 
 
 @torch.no_grad()
@@ -87,17 +87,17 @@ def score_edges(
     """Log-probabilities of the drafted tokens under a model (math.md section 2: log p_par(v)(x_v)).
 
     hidden [R, M, H]: the model's last hidden states at the nodes. Only rows with children get logits, unless `rows`
-    [R, M] bool asks for more; `keep` keeps those rows' distributions if they fit KEEP_BYTES.
+    [R, M] bool asks for more; `keep` keeps those rows' logits if they fit KEEP_BYTES.
     """
     edges = tree_edges(trees, rows)
     flat = hidden.flatten(0, 1)
     keep = keep and edges.rows.numel() * vocab_size * 4 <= KEEP_BYTES
     values, kept = [], []
     for start, stop, part in edge_chunks(edges, vocab_size):
-        logprobs = process_logits(head(flat[edges.rows[start:stop]]), sampling)
-        values.append(logprobs[edges.row_of[part] - start, edges.tokens[part]])
+        logits = head(flat[edges.rows[start:stop]])
+        values.append(process_logits(logits, sampling)[edges.row_of[part] - start, edges.tokens[part]])
         if keep:
-            kept.append(logprobs)
+            kept.append(logits)
     result = torch.zeros(trees.token_ids.numel(), dtype=torch.float64, device=hidden.device)
     if values:
         result[edges.nodes] = torch.cat(values).double()

@@ -1,0 +1,208 @@
+"""Training a drafter against its target: token loss on response tokens plus lambda times a node loss on draft trees.
+
+Shapes: S sequences of a micro-batch, L packed columns, T token rows, R trees, M nodes with the root, P node rows, E edges.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exittrain.drafters.base import Drafter
+from exittrain.law.exit_law import batch_exit_law
+from exittrain.law.objectives import get_objective, node_terms, weight_at
+from exittrain.law.seeding import generator_for
+from exittrain.models.packed import PackedBatch, pack, pack_plain
+from exittrain.models.target import TargetModel
+from exittrain.runtime.ranks import rank, world_size
+from exittrain.stages.training.drafter_loss import DrafterLoss, LossSettings, MicroBatch, NodeTargets
+from exittrain.stages.training.loop import Sums
+from exittrain.stages.training.scoring import score_edges, tree_edges
+from exittrain.stages.training.sequences import Plan, SequenceSet, batch_at, choose_anchors, micro_batches
+from exittrain.stages.training.settings import LoopSettings
+from exittrain.stages.training.trees import StoredTrees, draw_trees, move_trees, take_trees
+from exittrain.tree.batch import TreeBatch
+
+TARGET_TOKENS = 8192  # columns of one forward of the target
+
+
+class DrafterTask:
+    """A `loop.Task`. The order of sequences, the anchors and (given the drafter) the trees are functions of (seed, step)."""
+
+    def __init__(
+        self, drafter: Drafter, target: TargetModel, sequences: SequenceSet, loop: LoopSettings, loss: LossSettings,
+        stored: StoredTrees | None = None,
+    ) -> None:  # fmt: skip
+        self.module = DrafterLoss(drafter, target, loss)
+        self._drafter, self._target, self._sequences, self._stored = drafter, target, sequences, stored
+        self._loop, self._loss, self._lengths = loop, loss, tuple(sequences.lengths)
+        last_anchor = min(target.max_positions, drafter.model.max_positions) - loss.shape.depth - 1
+        self._anchor_masks = [sequences.anchor_mask(i, last_anchor) for i in range(len(sequences))]
+        self._drawn: dict[int, TreeBatch] = {}  # step -> trees of this rank's share of that step's batch
+
+    # What the loop asks for.
+
+    def prepare(self, step: int) -> list[MicroBatch]:
+        plan = self._plan(step)
+        shares = self._shares(plan)
+        if not self._loss.uses_trees:
+            return [self._without_trees([plan.indices[i] for i in members]) for members in shares]
+        trees, own_rows = None if self._stored is not None else self._trees_of(step), self._own(plan)[3]
+        batches = []
+        for members in shares:
+            indices, tree_sequence, anchors, rows = plan.share(members)
+            if not len(rows):
+                batches.append(self._without_trees(indices))
+            elif trees is None:
+                batches.append(self._with_trees(indices, tree_sequence, anchors, *self._stored_trees(plan, rows)))
+            else:
+                own = take_trees(trees, torch.searchsorted(own_rows, rows))
+                batches.append(self._with_trees(indices, tree_sequence, anchors, own, None))
+        return batches
+
+    def scales(self, step: int, totals: Sums) -> Sums:
+        weight = self._weight(step)
+        return {
+            "token": self._loss.token_weight / totals["tokens"] if totals["tokens"] else 0.0,
+            "node": weight / totals["nodes"] if totals.get("nodes") else 0.0,
+        }
+
+    def metrics(self, step: int, sums: Sums, totals: Sums) -> dict[str, float]:
+        """Means over the step's rows. node_gradient_share: of the two gradients' norms at the drafter's hidden states."""
+        token = sums["token_loss"] / max(totals["tokens"], 1.0)
+        numbers = {"token_loss": token, "num_tokens": totals["tokens"], "loss": self._loss.token_weight * token}
+        if self._loss.uses_trees and totals["trees"]:
+            weight = self._weight(step)
+            node = sums["node_loss"] / totals["nodes"] if totals["nodes"] else 0.0
+            norms = math.sqrt(sums["token_gradient"]), math.sqrt(sums["node_gradient"])
+            numbers |= {
+                "node_loss": node,
+                "loss": numbers["loss"] + weight * node,
+                "node_weight": weight,
+                "num_trees": totals["trees"],
+                "coverage": totals["coverage"] / totals["trees"],
+                "node_gradient_share": norms[1] / sum(norms) if sum(norms) else 0.0,
+            }
+        return numbers
+
+    def state_dict(self) -> dict[str, Any]:
+        """Trees already drawn for steps to come: a later drafter would draw others."""
+        fields = ("token_ids", "parents", "depths", "valid", "draft_logprobs")
+        return {"drawn": {step: [getattr(trees, name).cpu() for name in fields] for step, trees in self._drawn.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for step, (tokens, parents, depths, valid, scores) in state["drawn"].items():
+            trees = TreeBatch(tokens, parents, depths, valid, drawn="top", draft_logprobs=scores)
+            self._drawn[step] = move_trees(trees, self._target.device)
+
+    # How a step is made.
+
+    def _weight(self, step: int) -> float:
+        return weight_at(step, self._loop.steps, self._loss.weight, self._loss.weight_warmup_ratio)
+
+    def _plan(self, step: int) -> Plan:
+        indices = batch_at(self._lengths, self._loop.batch_size, self._loop.seed, step)
+        nothing = torch.zeros(0, dtype=torch.int64)
+        if not self._loss.uses_trees:
+            return Plan(indices, nothing, nothing)
+        generator, count = generator_for(self._loop.seed, "anchors", step), self._loss.anchors_per_sequence
+        if self._stored is not None:
+            tree_sequence, rows = self._stored.choose(indices, count, generator)
+            return Plan(indices, tree_sequence, self._stored.anchors[rows], rows)
+        return Plan(indices, *choose_anchors([self._anchor_masks[i] for i in indices], count, generator))
+
+    def _shares(self, plan: Plan) -> list[list[int]]:
+        """Members of the batch in each of this rank's micro-batches."""
+        world = world_size()
+        return micro_batches(len(plan.indices), self._loop.num_micro_batches(world), rank(), world)
+
+    def _own(self, plan: Plan) -> tuple[list[int], Tensor, Tensor, Tensor]:
+        """What this rank gets of a plan, all micro-batches together."""
+        return plan.share([member for share in self._shares(plan) for member in share])
+
+    def _trees_of(self, step: int) -> TreeBatch:
+        """The trees of `_own(plan of the step)`; drawn `refresh_every` steps at a time."""
+        if step not in self._drawn:
+            loss, every = self._loss, self._loss.refresh_every
+            block = range(step, min((step // every + 1) * every, self._loop.steps))
+            sequences, tree_sequence, anchors = [], [], []
+            for later in block:
+                indices, local, positions, _ = self._own(self._plan(later))
+                tree_sequence.append(local + len(sequences))
+                anchors.append(positions)
+                sequences += [self._sequences.tokens[i] for i in indices]
+            trees = draw_trees(
+                self._drafter, sequences, torch.cat(tree_sequence), torch.cat(anchors),
+                loss.shape, loss.sampling, loss.builder,
+            )  # fmt: skip
+            rows = torch.arange(len(trees)).split([len(part) for part in anchors])
+            self._drawn = {later: take_trees(trees, part) for later, part in zip(block, rows, strict=True)}
+        return self._drawn.pop(step)
+
+    def _stored_trees(self, plan: Plan, rows: Tensor) -> tuple[TreeBatch, Tensor]:
+        assert self._stored is not None and plan.stored is not None  # the caller has looked
+        chosen = plan.stored[rows]
+        trees = move_trees(take_trees(self._stored.trees, chosen), self._target.device)
+        edges = self._stored.edge_logprobs[chosen, : trees.token_ids.shape[1]]
+        return trees, edges.to(self._target.device)
+
+    def _without_trees(self, indices: list[int]) -> MicroBatch:
+        """Sequences alone; without any, a stand-in that trains nothing but takes part in every reduction."""
+        sequences = [self._sequences.tokens[i] for i in indices] or [self._sequences.tokens[0][:2]]
+        packed = pack_plain(sequences).to(self._target.device)
+        hidden = self._target.sequence_hidden(sequences, TARGET_TOKENS) if self._loss.token_loss == "kl" else None
+        return self._batch(indices, packed, hidden, None, {})
+
+    def _with_trees(
+        self, indices: list[int], tree_sequence: Tensor, anchors: Tensor, trees: TreeBatch, stored_edges: Tensor | None
+    ) -> MicroBatch:
+        loss, target = self._loss, self._target
+        sequences = [self._sequences.tokens[i] for i in indices]
+        packed = pack(sequences, trees, tree_sequence, anchors, self._drafter.model.dtype)
+        on_rows, use_kl = get_objective(loss.objective).on == "rows", loss.token_loss == "kl"
+        hidden, logits = None, None
+        if stored_edges is not None and not on_rows:  # what the shards hold is enough
+            along = target.sequence_hidden(sequences, TARGET_TOKENS) if use_kl else None
+            edges, edge_logprobs = tree_edges(trees), stored_edges
+        else:
+            inputs = (sequences, trees, tree_sequence, anchors, TARGET_TOKENS)
+            along, at_nodes = target.hidden_with_trees(*inputs) if use_kl else (None, target.tree_hidden(*inputs))
+            wanted = trees.valid & (trees.depths < loss.depth_limit) if on_rows else None
+            scores = score_edges(target.head, at_nodes, trees, loss.sampling, target.vocab_size, wanted, keep=on_rows)
+            edges, edge_logprobs, logits = scores.edges, scores.edge_logprobs, scores.logits
+            hidden = at_nodes.flatten(0, 1)[edges.rows] if on_rows and logits is None else None
+        law = batch_exit_law(trees, edge_logprobs)
+        terms = node_terms(loss.objective, trees, law, loss.normaliser, loss.depth_limit)
+        columns = packed.tree_sequence[:, None] * packed.input_ids.shape[1] + packed.columns
+        nodes = NodeTargets(
+            columns.flatten()[edges.rows], edges,
+            terms.row_weights.float().flatten()[edges.rows] if on_rows else None, terms.row_loss,
+            None if on_rows else terms.edge_weights.float().flatten()[edges.nodes], hidden, logits,
+        )  # fmt: skip
+        counts = {"nodes": terms.denominator, "trees": float(len(trees)), "coverage": float(law.coverage.sum())}
+        return self._batch(indices, packed, along, nodes, counts)
+
+    def _batch(
+        self, indices: list[int], packed: PackedBatch, along: Tensor | None, nodes: NodeTargets | None, counts: Sums
+    ) -> MicroBatch:
+        """`along` [S, L', Ht]: the target's states along the sequences, padded or not beyond them."""
+        trained = torch.nn.utils.rnn.pad_sequence(
+            [self._sequences.trained[i] for i in indices] or [torch.zeros(2, dtype=torch.bool)], batch_first=True
+        )
+        row, column = (part.to(packed.input_ids.device) for part in trained[:, 1:].nonzero(as_tuple=True))
+        width = packed.input_ids.shape[1]
+        if self._loss.uses_trees:
+            counts = {"nodes": 0.0, "trees": 0.0, "coverage": 0.0, **counts}
+        return MicroBatch(
+            sample_ids=[self._sequences.ids[i] for i in indices],
+            counts={"tokens": float(len(row)), **counts},
+            packed=packed,
+            token_places=row * width + column,
+            token_labels=packed.input_ids[row, column + 1],
+            token_hidden=None if along is None else along[row, column],
+            nodes=nodes,
+        )
