@@ -24,9 +24,7 @@ tools.register(app)
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line and exit; never returns."""
     given = sys.argv[1:] if arguments is None else arguments
-    given = [
-        argument for argument in given if not argument.startswith("--local_rank")
-    ]  # the launcher's; LOCAL_RANK says it
+    given = [argument for argument in given if not argument.startswith("--local_rank")]
     try:
         app(args=given, prog_name="exittrain")
     except InputError as error:

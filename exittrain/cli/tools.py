@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -66,17 +66,17 @@ def _evaluate_drafters(drafters: list[str], target: str | None, overrides: list[
 
     if target is None:
         raise InputError("drafter folders need the target they draft for: --target MODEL")
-    tree: dict[str, object] = {
+    tree: dict[str, Any] = {
         "name": "eval",
         "target": {"model": target},
         "drafter": {"init": drafters[0]},
-        "data": {"train": {"kind": "prompts", "path": "mt_bench"}},
-        "eval": {"tasks": ["mt_bench"]},
-        "run_dir": output,
+        "data": {"train": {"kind": "prompts", "path": "everyday"}},
+        "eval": {"tasks": ["everyday"]},
     }
     for override in overrides:
         apply_override(tree, override)
     recipe = build_recipe(tree, "eval")
+    assert recipe.eval is not None  # it is in the tree above
     if plan:
         from exittrain.stages.plan import make_plan, render
 
@@ -84,7 +84,28 @@ def _evaluate_drafters(drafters: list[str], target: str | None, overrides: list[
         return
     from exittrain.stages.evaluate import evaluate_drafters
 
-    evaluate_drafters(make_context(recipe, output), drafters)
+    context = make_context(recipe, output)
+    evaluate_drafters(
+        context.target(),
+        {name: context.drafter(folder) for name, folder in zip(_distinct(drafters), drafters, strict=True)},
+        recipe.eval,
+        output,
+        builder=recipe.tree.builder,
+        shape=context.shape,
+        sampling=context.sampling,
+        seed=recipe.seed,
+        stop=context.stop,
+    )
+
+
+def _distinct(folders: list[str]) -> list[str]:
+    """The shortest endings of the paths that tell them apart: `reach_kl/last`, `token/last`."""
+    paths = [Path(folder).resolve().parts for folder in folders]
+    for length in range(1, max(map(len, paths)) + 1):
+        names = ["/".join(parts[-length:]) for parts in paths]
+        if len(set(names)) == len(names):
+            return names
+    raise InputError("the same drafter folder is given twice")
 
 
 def report(

@@ -8,7 +8,10 @@ import exittrain
 from exittrain.errors import InputError, nearest
 
 _PACKAGE = Path(exittrain.__file__).resolve().parent
-ROOTS = (_PACKAGE.parent, _PACKAGE / "_share")  # the checkout first: what one edits is what runs
+_IS_CHECKOUT = (
+    _PACKAGE.parent / "pyproject.toml"
+).is_file()  # else the parent is site-packages, with other people's data/
+ROOTS = (_PACKAGE.parent,) if _IS_CHECKOUT else (_PACKAGE / "_share",)
 
 
 def share_path(relative: str) -> Path:

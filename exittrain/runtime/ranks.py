@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
@@ -22,7 +21,7 @@ def is_distributed() -> bool:
 
 
 def rank() -> int:
-    """This process's number among all, also before `setup`; 0 when alone."""
+    """This process's number among all, also before they have joined; 0 when alone."""
     if is_distributed():
         return dist.get_rank()
     return int(os.environ["RANK"]) if _launched() else 0
@@ -37,16 +36,6 @@ def world_size() -> int:
 
 def _launched() -> bool:
     return all(os.environ.get(name, "").isdigit() for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-
-
-def setup(device: torch.device) -> None:
-    """Join the launcher's other processes; nothing to do when alone. `deepspeed.initialize` takes the group up later.
-
-    The timeout is long because ranks also wait here while the main one does what one process does best.
-    """
-    if world_size() > 1 and not is_distributed():
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(hours=12))
 
 
 def is_main() -> bool:

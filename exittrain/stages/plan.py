@@ -10,6 +10,7 @@ from pathlib import Path
 
 from exittrain.config.schema import OptimSection, Recipe
 from exittrain.errors import InputError
+from exittrain.records.share import ROOTS
 from exittrain.runtime import ranks
 from exittrain.stages.sizes import ModelSize, drafter_size, target_size
 
@@ -50,7 +51,7 @@ def make_plan(recipe: Recipe) -> Plan:
     """Estimates, rounded up in doubt: memory per process, disk in the run folder."""
     target = target_size(recipe)
     drafter = drafter_size(recipe, target)
-    sequences = recipe.data.train.count or DEFAULT_SEQUENCES
+    sequences = recipe.data.train.count or _num_rows(recipe.data.train.path) or DEFAULT_SEQUENCES
     rows = []
     scratch = recipe.target.scratch
     if scratch is not None and target is not None:
@@ -117,7 +118,7 @@ def _optim_row(
 def _data_row(recipe: Recipe, sequences: int, target: ModelSize | None) -> StagePlan:
     source = recipe.data.train
     generated = source.kind in ("prompts", "magpie") or source.regenerate
-    work = f"{source.kind}, {source.count or 'all'} sequences" + (", written by the target" if generated else "")
+    work = f"{source.kind}, {sequences} sequences" + (", written by the target" if generated else "")
     if not generated:
         return StagePlan("data", work, 0, sequences * recipe.data.max_length, 5e8, 10.0 * sequences * 512)
     tokens = sequences * (recipe.data.generation.max_new_tokens + recipe.data.generation.max_prompt_tokens)
@@ -177,6 +178,15 @@ def _cache_bytes(model: ModelSize, positions: int, recipe: Recipe) -> float:
 
 def _weights(recipe: Recipe, model: ModelSize | None) -> float | None:
     return None if model is None else float(model.num_parameters * BYTES[recipe.target.dtype])
+
+
+def _num_rows(path: str | None) -> int | None:
+    """Lines of a local JSONL file."""
+    found = next((root / path for root in (Path(), *ROOTS) if (root / path).is_file()), None) if path else None
+    if found is None or found.suffix != ".jsonl":
+        return None
+    with open(found, "rb") as file:
+        return sum(1 for line in file if line.strip())
 
 
 def _sum(*parts: float | None) -> float | None:

@@ -8,6 +8,7 @@ from importlib import import_module
 from exittrain.errors import InputError
 from exittrain.records.files import clean_temporary
 from exittrain.runtime import ranks
+from exittrain.runtime.launch import join_ranks
 from exittrain.runtime.lock import hold
 from exittrain.runtime.provenance import collect_provenance
 from exittrain.stages.context import STAGES, StageContext, say
@@ -22,7 +23,7 @@ FUNCTIONS = {
     "eval": ("evaluate", "run_eval"),
     "report": ("report", "run_report"),
 }
-PARALLEL = ("target", "warmup", "train")  # every rank takes part; the others are the main rank's alone
+ALONE = ("collect", "eval", "report")  # the main rank's work; every rank enters the other stages
 
 
 def wanted(context: StageContext) -> list[str]:
@@ -51,7 +52,8 @@ def run_all(context: StageContext) -> None:
 
 def run_stages(context: StageContext, names: Sequence[str]) -> None:
     """The named stages, in order, under the run folder's lock; what they stand on must be done already."""
-    ranks.setup(context.device)
+    if ranks.world_size() > 1:
+        join_ranks()
     if not ranks.is_main():
         _each(context, names)
         return
@@ -78,7 +80,7 @@ def run_stage(context: StageContext, name: str) -> None:
     if status == "done":
         return
     module, function = FUNCTIONS[name]
-    if ranks.is_main() or name in PARALLEL:
+    if ranks.is_main() or name not in ALONE:
         stage: Callable[[StageContext], None] = getattr(import_module(f"exittrain.stages.{module}"), function)
         stage(context)
     if ranks.is_main() and context.run.stored_key(name) != key:

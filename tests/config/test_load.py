@@ -1,0 +1,125 @@
+"""Recipe loading: every mistake is one line that names the key and the remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from exittrain.config.load import load_recipe
+from exittrain.errors import InputError
+
+BASE = {
+    "name": "unit",
+    "target": {"model": "some/model"},
+    "drafter": {"layers": 2},
+    "data": {"train": {"kind": "conversations", "path": "x.jsonl"}},
+    "train": {"arms": {"token": {}, "reach": {"objective": "reach"}}},
+}
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path) -> Path:
+    path = tmp_path / "unit.yaml"
+    path.write_text(yaml.safe_dump(BASE))
+    return path
+
+
+def fail(path: Path, *overrides: str) -> str:
+    with pytest.raises(InputError) as caught:
+        load_recipe(path, overrides)
+    line = str(caught.value)
+    assert "\n" not in line
+    return line
+
+
+def test_overrides_go_through_the_same_validation(recipe_file: Path) -> None:
+    recipe = load_recipe(recipe_file, ["train.arms.token.steps=5", "train.lr=1e-4", "drafter.layers=[0, 3]"])
+    assert recipe.train is not None and recipe.train.arms["token"].steps == 5
+    assert recipe.train.lr == 1e-4 and recipe.drafter.layers == [0, 3]
+    assert "'train.arms.token.steps' cannot be -1" in fail(recipe_file, "train.arms.token.steps=-1")
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.stpes=5", "unknown key 'train.stpes', did you mean 'steps'?"),
+        ("train.arms.token.wieght=5", "unknown key 'train.arms.token.wieght', did you mean 'weight'?"),
+        ("tree.budgte=5", "unknown key 'tree.budgte', did you mean 'budget'?"),
+        ("data.train.cuont=5", "unknown key 'data.train.cuont', did you mean 'count'?"),
+        (
+            "target.scratch.shape.hiden_size=5",
+            "unknown key 'target.scratch.shape.hiden_size', did you mean 'hidden_size'?",
+        ),
+        ("trian={}", "unknown key 'trian', did you mean 'train'?"),
+        ("train.lr=fast", "'train.lr' cannot be 'fast'"),
+        ("train.lr='1'", "'train.lr' cannot be '1'"),
+        ("train.steps=true", "'train.steps' cannot be True"),
+        ("train.steps=1.5", "'train.steps' cannot be 1.5"),
+        ("sampling.temperature=-1", "'sampling.temperature' cannot be -1"),
+        ("sampling.temperature=.nan", "'sampling.temperature' cannot be nan"),
+        ("tree.builder=bset_first", "'tree.builder' cannot be 'bset_first'"),
+        ("train.lr.x=1", "unknown key|a value|lr"),
+        ("nonsense", "override 'nonsense' is not of the form key.subkey=value"),
+        ("drafter.layers=[1, two]", "'drafter.layers"),
+    ],
+)
+def test_one_line_names_the_key(recipe_file: Path, override: str, expected: str) -> None:
+    line = fail(recipe_file, override)
+    assert any(part in line for part in expected.split("|")), line
+
+
+def test_yaml_errors_name_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text("name: x\ntarget: {model: y\ndrafter: [\n")
+    assert "line" in fail(path)
+    path.write_text("name: x\ntrain:\n  steps: 1\n  steps: 2\n")
+    assert "line 4: key 'steps' is given twice" in fail(path)
+    path.write_text("- a\n- b\n")
+    assert "is no recipe" in fail(path)
+
+
+def test_missing_sections_and_files(tmp_path: Path) -> None:
+    path = tmp_path / "short.yaml"
+    path.write_text("name: x\n")
+    assert "is missing" in fail(path)
+    assert "does not exist" in fail(tmp_path / "none.yaml")
+    assert "folder without recipe.yaml" in fail(tmp_path)
+    assert "did you mean 'quickstart'" in fail(Path("quikstart"))
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("target.model=null", "exactly one of 'target.model'"),
+        ("drafter.layers=null", "'drafter.layers' is missing"),
+        ("drafter.model=x", "copied from the target"),
+        ("drafter.init=x", "remove 'drafter.layers'"),
+        ("drafter.kind=causal_lm", "belongs to kind 'layers'"),
+        ("data.train.path=null", "'data.train.path' is missing"),
+        ("data.train.kind=magpie", "'data.train.count' is missing"),
+        ("train.control=tokn", "did you mean 'token'?"),
+        ("train.arms.token.objective=reach", "must have objective 'token'"),
+        ("train.arms.reach.source=shards", "needs a 'collect' section"),
+        ("train.arms.reach.match_time=tokne", "did you mean 'token'?"),
+        ("train.arms.reach.weight=0", "is the control"),
+        ("train.micro_batch_size=3", "no multiple"),
+        ("train.arms={}", "names no arm"),
+        ("eval={tasks: [heldout], verifiers: [tve]}", "did you mean 'tev'?"),
+        ("eval={tasks: [heldout], verifiers: [greedy]}", "exact at temperature 0 only"),
+        ("eval={tasks: []}", "'eval.tasks' is empty"),
+        ("eval={decode: false}", "measures nothing"),
+        ("name=../x", "becomes a folder"),
+    ],
+)
+def test_contradictions_are_found_before_anything_runs(recipe_file: Path, override: str, expected: str) -> None:
+    assert expected in fail(recipe_file, override)
+
+
+def test_resolved_recipe_loads_again(recipe_file: Path, tmp_path: Path) -> None:
+    from exittrain.records.run_folder import RunFolder
+
+    recipe = load_recipe(recipe_file)
+    RunFolder(tmp_path / "run").write_recipe(recipe)
+    assert load_recipe(tmp_path / "run") == recipe
