@@ -42,9 +42,18 @@ def run_eval(context: StageContext) -> None:
         raise InputError("the recipe has no 'eval' section")
     target = context.target()
     heldout = read_sequences(context.run.path / "data" / "heldout.parquet")
-    comparisons = () if recipe.train is None else run_comparisons(recipe.train)
+    comparisons, pattern = (
+        ((), WARM_START) if recipe.train is None else (run_comparisons(recipe.train), recipe.train.control)
+    )
     setup = Setup(
-        recipe.name, recipe.eval, recipe.tree.builder, context.shape, context.sampling, recipe.seed, comparisons
+        recipe.name,
+        recipe.eval,
+        recipe.tree.builder,
+        context.shape,
+        context.sampling,
+        recipe.seed,
+        comparisons,
+        pattern,
     )
     tasks = make_tasks(recipe.eval, recipe.seed, heldout, lambda: _renderer(context))
     evaluate(target, run_entrants(context), setup, tasks, context.run.stage("eval"), context.stop)
@@ -79,7 +88,9 @@ def evaluate_drafters(
     if control not in drafters:
         raise InputError(f"the control {control!r} is none of the drafters: {', '.join(names)}")
     pairs = tuple(Comparison(name, control, "as trained") for name in names if name != control)
-    setup = Setup(Path(out_folder).name, settings, builder, shape or TreeShape(), sampling or Sampling(), seed, pairs)
+    setup = Setup(
+        Path(out_folder).name, settings, builder, shape or TreeShape(), sampling or Sampling(), seed, pairs, control
+    )
     entrants = [
         Entrant(name, lambda drafter=drafter: drafter, "control" if name == control and pairs else "drafter")  # type: ignore[misc]
         for name, drafter in drafters.items()

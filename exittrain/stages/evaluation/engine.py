@@ -62,6 +62,7 @@ class Setup:
     sampling: Sampling
     seed: int
     comparisons: tuple[Comparison, ...]
+    pattern: str  # the drafter on whose trees all verifiers are set side by side
 
     def at(self, temperature: float) -> Sampling:
         return replace(self.sampling, temperature=temperature)
@@ -130,7 +131,7 @@ class Engine:
             if self.contexts is not None:
                 cell = Cell(HELDOUT, temperature)
                 results.contexts.setdefault(cell, {})[entrant.name] = self._context_cell(entrant, drafter, cell)
-                if len(self._rules(temperature)) > 1:
+                if entrant.name == self.setup.pattern and len(self._rules(temperature)) > 1:
                     table = results.verifiers.setdefault(cell, {})
                     table[entrant.name] = self._verifier_cell(entrant, drafter, cell)
             for task in self.tasks:
@@ -142,7 +143,8 @@ class Engine:
             results.speed[entrant.name] = self._speed(entrant, drafter)
 
     def _rules(self, temperature: float) -> list[str]:
-        return [rule for rule in self.setup.settings.verifiers if rule != "greedy" or temperature == 0]
+        """Verifiers to set side by side; at temperature 0 they all take the argmax path."""
+        return [] if temperature == 0 else self.setup.settings.verifiers
 
     def _key(self, kind: str, drafter: Drafter | None, task: Task, cell: Cell, **extra: Any) -> str:
         """Everything that decides a cell's numbers; names of drafters and folders do not."""

@@ -127,14 +127,18 @@ class CellStore:
     folder: Path
 
     def get(self, kind: type[Result], key: str, make: Callable[[], Result]) -> Result:
-        """The stored cell under `key`, or `make()`, stored before it is returned."""
+        """The stored cell under `key`, or `make()`, stored first; both are read back, so they are equal."""
         path = self.folder / f"{key[:24]}.json"
         try:
-            data = read_json(path)
-            if data["key"] == key:
-                return kind.from_json(data["cell"])  # type: ignore[return-value]
+            return self._read(kind, path, key)
         except (InputError, KeyError, TypeError, ValueError):
             path.unlink(missing_ok=True)  # missing, or damaged: made again
-        result = make()
-        write_json(path, {"key": key, "cell": result.to_json()})
-        return result
+        write_json(path, {"key": key, "cell": make().to_json()})
+        return self._read(kind, path, key)
+
+    @staticmethod
+    def _read(kind: type[Result], path: Path, key: str) -> Result:
+        data = read_json(path)
+        if data["key"] != key:
+            raise ValueError(f"{path} holds another cell")
+        return kind.from_json(data["cell"])  # type: ignore[return-value]
