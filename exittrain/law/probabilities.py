@@ -13,7 +13,7 @@ from exittrain.errors import InputError
 from exittrain.tree.draft_tree import DraftTree
 
 Rows = NDArray[Any]  # [N+1, V] float64, or dtype object holding Fractions
-ROW_SUM_TOLERANCE = 1e-4  # what half-precision softmax leaves; anything more is no distribution
+ROW_SUM_TOLERANCE = 1e-4  # float32 softmax over a large vocabulary stays well inside; half precision does not
 
 
 def checked_rows(tree: DraftTree, target_probs: Any) -> Rows:
@@ -44,7 +44,9 @@ def checked_rows(tree: DraftTree, target_probs: Any) -> Rows:
     off = abs(sums - 1) > ROW_SUM_TOLERANCE
     if off.any():
         node = _first_row(off)
-        raise InputError(f"target_probs sums to {float(sums[node, 0]):.6g} at node {node}; each row must sum to 1")
+        raise InputError(
+            f"target_probs sums to {float(sums[node, 0]):.6g} at node {node}; rows must sum to 1 (softmax in float32)"
+        )
     normalised: Rows = rows / sums
     return normalised
 
