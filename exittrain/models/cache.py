@@ -105,15 +105,14 @@ class TreeCache:
     @torch.no_grad()
     def keep(self, columns: Tensor) -> None:
         """Keep just these columns [S, C], in this order, as each row's committed context; -1 pads on the right."""
-        valid, index = columns >= 0, columns.clamp(min=0)
-        moved = (valid & (index != torch.arange(columns.shape[1], device=columns.device))).any(0)
-        width, first = columns.shape[1], int(moved.to(torch.uint8).argmax()) if bool(moved.any()) else columns.shape[1]
+        valid, width = columns >= 0, columns.shape[1]
+        # Few columns move, mostly those of the accepted path: the rest already lies in place.
+        row, place = (valid & (columns != torch.arange(width, device=columns.device))).nonzero(as_tuple=True)
+        source = columns[row, place]
         for layer in self._store.layers:
             for name in ("keys", "values"):
                 states = getattr(layer, name)
-                if first < width:  # columns before `first` already lie in place
-                    tail = index[:, None, first:, None].expand(-1, states.shape[1], -1, states.shape[3])
-                    states[:, :, first:width] = states.gather(2, tail)
+                states[row, :, place] = states[row, :, source]
                 setattr(layer, name, states[:, :, :width])
         self.committed = valid
 
