@@ -68,8 +68,9 @@ def batch_exit_law(trees: TreeBatch, edge_logprobs: Tensor) -> ExitLaw:
 def edge_logprobs(trees: TreeBatch, logprobs: Tensor) -> Tensor:
     """[B, M] float64: log p of each drafted node at its parent's row of logprobs [B, M, V]; 0 at root and padding."""
     rows = torch.arange(len(trees), device=logprobs.device)[:, None]
-    picked = logprobs[rows, trees.parent_index(), trees.token_ids].double()
-    return torch.where(trees.depths > 0, picked, 0.0)
+    drafted = trees.depths > 0
+    picked = logprobs[rows, trees.parent_index(), torch.where(drafted, trees.token_ids, 0)].double()
+    return torch.where(drafted, picked, 0.0)
 
 
 def reach_by_level(trees: TreeBatch, edges: Tensor) -> Tensor:

@@ -20,8 +20,12 @@ DRAWN = ("top", "iid", "without_replacement", None)
 
 def as_ids(values: Any, name: str) -> Tensor:
     """Any 1-D array-like of whole numbers as a fresh int64 CPU tensor."""
-    tensor = torch.as_tensor(values)
-    if tensor.dim() != 1 or tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+    try:
+        tensor = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError):
+        raise InputError(f"{name} must be a 1-D list of whole numbers, got {type(values).__name__}") from None
+    whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+    if tensor.dim() != 1 or not (whole or tensor.numel() == 0):
         raise InputError(f"{name} must be a 1-D list of whole numbers, got shape {tuple(tensor.shape)} {tensor.dtype}")
     return tensor.detach().to("cpu", torch.int64, copy=True)
 

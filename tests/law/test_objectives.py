@@ -1,0 +1,167 @@
+"""The six objectives against their formulas, written out node by node; losses against plain ones."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from enumeration import random_tree
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exittrain.errors import InputError
+from exittrain.law.exit_law import batch_exit_law, edge_logprobs
+from exittrain.law.losses import ROW_LOSSES, cross_entropy_rows, draft_logprobs, kl_rows
+from exittrain.law.objectives import OBJECTIVES, node_terms, weight_at
+from exittrain.law.sampling import Sampling, process_logits
+from exittrain.tree.batch import TreeBatch
+
+VOCAB, DEPTH = 5, 3
+
+
+def case(seed: int = 0) -> tuple[TreeBatch, torch.Tensor, torch.Tensor]:
+    """Trees, target logits and draft logits [B, M, V]."""
+    rng = random.Random(seed)
+    trees = TreeBatch.from_trees([random_tree(rng, VOCAB, DEPTH, rng.randrange(10)) for _ in range(8)])
+    shape = (2, *trees.token_ids.shape, VOCAB)
+    target, draft = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).double() * 2
+    return trees, target, draft
+
+
+def by_hand(name: str, normaliser: str, trees: TreeBatch, target: torch.Tensor, draft: torch.Tensor) -> float:
+    """math.md section 8, one node at a time."""
+    total, nodes, weights = 0.0, 0, 0.0
+    for row, tree in enumerate(trees.trees()):
+        p, q = target[row].log_softmax(-1), draft[row].log_softmax(-1)
+        reach = [1.0]
+        for node in range(1, tree.num_nodes + 1):
+            reach.append(reach[int(tree.parents[node])] * math.exp(p[tree.parents[node], tree.token_ids[node]]))
+        for node in range(tree.num_nodes + 1):
+            nodes += node > 0
+            carried = sum(math.exp(p[node, tree.token_ids[child]]) for child in tree.children(node))
+            exit_, depth = reach[node] * (1 - carried), int(tree.depths[node])
+            weight = {"exit": exit_, "exit_depth": exit_ * depth, "reach": reach[node], "exit_kl": exit_}.get(
+                name, reach[node]
+            )
+            if name.endswith("_kl"):
+                if depth == DEPTH:
+                    continue
+                loss = float((p[node].exp() * (p[node] - q[node])).sum())
+            elif node == 0 or name == "token":
+                continue
+            else:
+                loss = -float(q[tree.parents[node], tree.token_ids[node]])
+            total, weights = total + weight * loss, weights + weight
+    return total / {"nodes": nodes, "weights": weights or 1, "anchors": len(trees)}[normaliser]
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("normaliser", ["nodes", "weights", "anchors"])
+def test_objectives_are_their_formulas(name: str, normaliser: str) -> None:
+    trees, target, draft = case()
+    law = batch_exit_law(trees, edge_logprobs(trees, target.log_softmax(-1)))
+    terms = node_terms(name, trees, law, normaliser, depth_limit=DEPTH)
+    assert not terms.row_weights.requires_grad
+    assert (terms.row_weights[~trees.valid] == 0).all() and (terms.edge_weights[~trees.valid] == 0).all()
+    rows = ROW_LOSSES[terms.row_loss](target.flatten(0, 1), draft.flatten(0, 1), Sampling())
+    edges = -edge_logprobs(trees, draft.log_softmax(-1))
+    total = (terms.row_weights.flatten() * rows).sum() + (terms.edge_weights * edges).sum()
+    assert float(total) / (terms.denominator or 1) == pytest.approx(
+        by_hand(name, normaliser, trees, target, draft), abs=1e-9
+    )
+
+
+def test_exit_depth_and_reach_both_sum_to_coverage() -> None:
+    trees, target, _ = case(1)
+    law = batch_exit_law(trees, edge_logprobs(trees, target.log_softmax(-1)))
+    for name in ("exit_depth", "reach"):
+        weights = node_terms(name, trees, law).edge_weights.sum(1)
+        torch.testing.assert_close(weights, law.coverage, atol=1e-9, rtol=0)
+
+
+def test_denominators_of_halves_add_up() -> None:
+    trees, target, _ = case(2)
+    edges = edge_logprobs(trees, target.log_softmax(-1))
+    halves = [
+        TreeBatch(trees.token_ids[s], trees.parents[s], trees.depths[s], trees.valid[s])
+        for s in (slice(0, 3), slice(3, 8))
+    ]
+    for normaliser in ("nodes", "weights", "anchors"):
+        whole = node_terms("exit_kl", trees, batch_exit_law(trees, edges), normaliser).denominator
+        parts = [
+            node_terms("exit_kl", half, batch_exit_law(half, part), normaliser).denominator
+            for half, part in zip(halves, (edges[:3], edges[3:]), strict=True)
+        ]
+        assert sum(parts) == pytest.approx(whole)
+
+
+def test_unknown_names() -> None:
+    trees, target, _ = case()
+    law = batch_exit_law(trees, edge_logprobs(trees, target.log_softmax(-1)))
+    with pytest.raises(InputError, match="no objective 'exitkl', did you mean 'exit_kl'"):
+        node_terms("exitkl", trees, law)
+    with pytest.raises(InputError, match="no normaliser 'node', did you mean 'nodes'"):
+        node_terms("exit", trees, law, "node")
+
+
+def test_weight_schedule() -> None:
+    assert [weight_at(step, 10, 2.0, 0.4) for step in range(6)] == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
+    assert weight_at(0, 10, 2.0) == weight_at(9, 10, 2.0) == 2.0
+    assert weight_at(0, 3, 2.0, 0.1) == 2.0
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    sampling=st.sampled_from(
+        [Sampling(), Sampling(0.5), Sampling(2.0, top_k=2), Sampling(0.7, top_p=0.6), Sampling(0)]
+    ),
+)
+@settings(max_examples=40, deadline=None)
+def test_kl_is_its_sum_and_its_gradient(seed: int, sampling: Sampling) -> None:
+    """Gradient: (q - p) / temperature; finite with truncated targets."""
+    target, draft = torch.randn(2, 3, VOCAB, generator=torch.Generator().manual_seed(seed)).double() * 3
+    target.requires_grad_()
+    draft.requires_grad_()
+    value = kl_rows(target, draft, sampling)
+    p, q = process_logits(target.detach(), sampling).exp(), draft_logprobs(draft, sampling).exp().detach()
+    for row in range(3):
+        wanted = sum(float(x) * math.log(x / y) for x, y in zip(p[row], q[row], strict=True) if x > 0)
+        assert float(value[row]) == pytest.approx(wanted, abs=1e-9)
+    value.sum().backward()
+    scale = 1.0 if sampling.greedy else sampling.temperature
+    torch.testing.assert_close(draft.grad, (q - p) / scale, atol=1e-9, rtol=0)
+    assert target.grad is None
+
+
+def test_kl_of_the_same_logits_is_zero_in_every_dtype() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = (torch.randn(4, 1000, generator=torch.Generator().manual_seed(0)) * 30).to(dtype)
+        value = kl_rows(logits, logits, Sampling(0.1))
+        assert value.dtype == torch.float32 and float(value.abs().max()) < 1e-5
+
+
+def test_a_target_cut_by_top_p_and_saturated_rows_stay_finite() -> None:
+    target = torch.tensor([[500.0, 0.0, -500.0], [1.0, 1.0, -torch.inf]])
+    draft = torch.tensor([[-500.0, 0.0, 500.0], [2.0, 0.0, 1.0]], requires_grad=True)
+    value = kl_rows(target, draft, Sampling(0.5, top_p=0.9))
+    value.sum().backward()
+    assert value.isfinite().all() and draft.grad is not None and draft.grad.isfinite().all()
+
+
+def test_a_token_the_drafter_cannot_say_costs_only_what_the_target_gives_it() -> None:
+    draft = torch.tensor([[0.0, -torch.inf, 0.0]])
+    assert float(kl_rows(torch.tensor([[0.0, -torch.inf, 0.0]]), draft)) == 0.0
+    assert float(kl_rows(torch.tensor([[0.0, 0.0, 0.0]]), draft)) == math.inf
+
+
+def test_cross_entropy() -> None:
+    logits = torch.randn(6, 9, generator=torch.Generator().manual_seed(0))
+    tokens = torch.arange(6)
+    wanted = torch.nn.functional.cross_entropy(logits / 0.5, tokens, reduction="none")
+    torch.testing.assert_close(cross_entropy_rows(logits, tokens, Sampling(0.5)), wanted)
+    torch.testing.assert_close(
+        cross_entropy_rows(logits, tokens, Sampling(0)),
+        torch.nn.functional.cross_entropy(logits, tokens, reduction="none"),
+    )
