@@ -20,7 +20,16 @@ from exittrain.models.support import check_architecture, probe
 Self = TypeVar("Self", bound="CausalModel")
 
 # What a config holds that says nothing about the numbers: places, versions and how it was loaded.
-_NOT_IDENTITY = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "_attn_implementation", "use_cache")
+_NOT_IDENTITY = (
+    "_name_or_path",
+    "_model_name_or_path",
+    "architectures",
+    "transformers_version",
+    "dtype",
+    "torch_dtype",
+    "_attn_implementation",
+    "use_cache",
+)
 
 
 class CausalModel:
@@ -93,8 +102,12 @@ class CausalModel:
 
     @property
     def max_positions(self) -> int:
-        """The longest context the model was made for."""
-        return int(getattr(self.config, "max_position_embeddings", None) or 2**31 - 1)
+        """The longest context the model was made for, and in which a key's rotation never depends on the length."""
+        limit = int(getattr(self.config, "max_position_embeddings", None) or 2**31 - 1)
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        if rope.get("rope_type") == "longrope":  # past its original length all cached keys would have to turn again
+            limit = int(rope.get("original_max_position_embeddings") or limit)
+        return limit
 
     @property
     def eos_token_ids(self) -> list[int]:

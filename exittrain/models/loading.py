@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,12 @@ from transformers.utils import logging as transformers_logging
 
 from exittrain.errors import InputError, nearest
 from exittrain.models.fetch import KNOWN_MODELS, fetch
+
+# What readers of configs, weights and GGUF files raise on files that are absent, foreign, damaged or cut short.
+_UNREADABLE = (
+    OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, AssertionError, ImportError,
+    struct.error, SafetensorError,
+)  # fmt: skip
 
 
 def load_pretrained(source: str | Path, dtype: torch.dtype, attention: str) -> tuple[Any, Any, str]:
@@ -72,7 +79,7 @@ def load_tokenizer(source: str, **extra: Any) -> Any:
         return None
     try:
         return AutoTokenizer.from_pretrained(source, **extra)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except _UNREADABLE as error:
         raise InputError(f"the tokenizer of {source} cannot be loaded: {_first_line(error)}") from error
 
 
@@ -82,7 +89,7 @@ def _load(source: str, shown: str, dtype: torch.dtype, attention: str, **extra: 
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source, dtype=dtype, attn_implementation=attention, output_loading_info=True, **extra
             )
-        except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
+        except _UNREADABLE as error:
             if isinstance(error, OSError) and not Path(source).exists():
                 guess = nearest(shown, sorted(KNOWN_MODELS))
                 raise InputError(

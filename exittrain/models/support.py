@@ -24,7 +24,8 @@ def check_architecture(module: Any, name: str) -> None:
     if module.get_output_embeddings() is None:
         raise InputError(f"{name} has no language-model head; a causal LM is needed")
     text = config.get_text_config()
-    kinds = sorted(set(getattr(text, "layer_types", None) or ()) - {"full_attention"})
+    named = {*(getattr(text, "layer_types", None) or ()), *(getattr(text, "attention_layers", None) or ())}
+    kinds = sorted(named - {"full_attention", "global"})
     if kinds:
         raise InputError(f"{name} has {', '.join(kinds)} layers; only full attention can be masked and rolled back")
     window = getattr(text, "sliding_window", None)
