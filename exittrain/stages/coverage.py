@@ -43,10 +43,12 @@ class Coverage:
 
 @dataclass(frozen=True, eq=False)
 class ScoredTrees:
-    """One group's trees with the target's law: `rows` [R'] says which anchors of the whole they belong to."""
+    """One group's trees with the target's law: `rows` [R'] says which anchors of the whole they belong to;
+    hidden [R', M, H]: the target's states at the nodes."""
 
     rows: Tensor
     trees: TreeBatch
+    hidden: Tensor
     edge_logprobs: Tensor
     law: ExitLaw
 
@@ -101,7 +103,7 @@ def draw_and_score(
     used, local, positions = inputs
     hidden = target.tree_hidden(used, trees, local, positions)
     scores = score_edges(target.head, hidden, trees, sampling, target.vocab_size)
-    return ScoredTrees(rows, trees, scores.edge_logprobs, batch_exit_law(trees, scores.edge_logprobs))
+    return ScoredTrees(rows, trees, hidden, scores.edge_logprobs, batch_exit_law(trees, scores.edge_logprobs))
 
 
 @torch.no_grad()

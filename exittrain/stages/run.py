@@ -8,7 +8,6 @@ from importlib import import_module
 from exittrain.errors import InputError
 from exittrain.records.files import clean_temporary
 from exittrain.runtime import ranks
-from exittrain.runtime.launch import join_ranks
 from exittrain.runtime.lock import hold
 from exittrain.runtime.provenance import collect_provenance
 from exittrain.stages.context import STAGES, StageContext, say
@@ -52,8 +51,7 @@ def run_all(context: StageContext) -> None:
 
 def run_stages(context: StageContext, names: Sequence[str]) -> None:
     """The named stages, in order, under the run folder's lock; what they stand on must be done already."""
-    if ranks.world_size() > 1:
-        join_ranks()
+    ranks.setup(context.device)
     if not ranks.is_main():
         _each(context, names)
         return

@@ -95,6 +95,7 @@ class Writer:
             Sampling(temperature=self.settings.temperature, top_p=self.settings.top_p),
             max_new_tokens,
             [generator_for(self.seed, "data", what, job.id) for job in jobs],
+            batch_size=len(jobs),
         )
         return [Written([int(t) for t in one.token_ids], one.finish_reason == "eos") for one in decoded]
 

@@ -39,7 +39,7 @@ VERIFIER_DRAWS = 16  # verdicts a tree
 class Entrant:
     """A drafter that is measured. load: called once, when its turn comes; the rest is printed beside its numbers.
 
-    steps, tokens: what its training spent; train_seconds: its wall clock.
+    steps, sequences: what its training saw; train_seconds: wall clock of the steps.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Entrant:
     role: str = "drafter"
     objective: str | None = None
     steps: int | None = None
-    tokens: int | None = None
+    sequences: int | None = None
     train_seconds: float | None = None
 
 

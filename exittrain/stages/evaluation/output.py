@@ -52,7 +52,7 @@ def summarise(
     bootstrap = Bootstrap(settings.bootstrap, seed_for(setup.seed, "eval", "bootstrap"))
     infos = [
         DrafterInfo(
-            name=e.name, role=e.role, objective=e.objective, steps=e.steps, tokens=e.tokens,  # type: ignore[arg-type]
+            name=e.name, role=e.role, objective=e.objective, steps=e.steps, sequences=e.sequences,  # type: ignore[arg-type]
             fingerprint=results.fingerprints[e.name],
         )
         for e in entrants

@@ -38,13 +38,13 @@ class Interval(Part):
 
 
 class DrafterInfo(Part):
-    """role: what the drafter is to the comparison. steps and tokens: what its training spent, where known."""
+    """role: what the drafter is to the comparison. steps and sequences: what its training saw, where known."""
 
     name: str
     role: Literal["warm start", "control", "equal-time control", "arm", "drafter"]
     objective: str | None = None
     steps: int | None = None
-    tokens: int | None = None
+    sequences: int | None = None
     fingerprint: str
 
 

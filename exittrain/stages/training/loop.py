@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import fmean
 from typing import Any, Protocol
 
 import torch
@@ -82,9 +82,9 @@ class Hooks:
 
 @dataclass(frozen=True)
 class Result:
-    """median_step_seconds: of preparing, forward, backward and update; best: of the evaluations."""
+    """mean_step_seconds: of preparing, forward, backward and update; best: of the evaluations."""
 
-    median_step_seconds: float
+    mean_step_seconds: float
     best: Best
 
 
@@ -163,7 +163,7 @@ def train(task: Task, settings: LoopSettings, folder: Path, config: Mapping[str,
                         f"stopped by {hooks.stop.name or 'another rank'} after step {done}, which is saved"
                     )
                 bar.advance(1, note=_note(sums, totals))
-        return Result(median(trainer.seconds) if trainer.seconds else 0.0, best)
+        return Result(fmean(trainer.seconds or [0.0]), best)
     finally:
         if tracker:
             tracker.finish()

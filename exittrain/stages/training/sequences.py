@@ -59,6 +59,12 @@ class SequenceSet:
             raise InputError(f"{name} has no sequence with a trained token: nothing to learn from")
         return cls(ids, tokens, trained, len(rows) - len(ids))
 
+    def select(self, indices: Sequence[int]) -> SequenceSet:
+        """The sequences at `indices`, in that order."""
+        return SequenceSet(
+            [self.ids[i] for i in indices], [self.tokens[i] for i in indices], [self.trained[i] for i in indices]
+        )
+
     def anchor_mask(self, index: int, max_anchor: int) -> Tensor:
         """1-D bool: positions whose next token is a trained one, none beyond max_anchor."""
         mask = self.trained[index].roll(-1)
