@@ -53,7 +53,7 @@ class Tev(FixedVerifier):
         leaf = (row < 0).nonzero().flatten()
         chosen = rows[row]  # children already taken out
         chosen[leaf] = log_weights(target_logits[leaf, nodes[leaf]], sampling).to(chosen.dtype)
-        weights = (chosen - chosen.amax(-1, keepdim=True)).double().exp()
+        weights = (chosen - chosen.amax(-1, keepdim=True)).exp().double()
         return BatchVerdict(nodes, _pick_rows(weights, draws[:, 1]))
 
     def _verify_merged(
