@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
+from exittrain.errors import InputError
+
 Answer = TypeVar("Answer")
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def is_distributed() -> bool:
@@ -36,6 +40,26 @@ def world_size() -> int:
 
 def _launched() -> bool:
     return all(os.environ.get(name, "").isdigit() for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+
+
+def setup(device: torch.device) -> None:
+    """Join the launcher's other processes; nothing to do when alone. Safe to call again.
+
+    The timeout is long because ranks also wait here while the main one does what one process does best.
+
+    Raises:
+        InputError: a launcher's variables are there only in part.
+    """
+    given = [name for name in LAUNCHER if os.environ.get(name)]
+    if is_distributed() or not {"RANK", "WORLD_SIZE"}.intersection(given):
+        return
+    missing = [name for name in LAUNCHER if name not in given]
+    if missing or not _launched():
+        what = f"without {', '.join(missing)}" if missing else "but are no whole numbers"
+        raise InputError(f"{', '.join(given)} are set {what}: start with a launcher, or unset them")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=12))
 
 
 def is_main() -> bool:

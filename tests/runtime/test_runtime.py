@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from exittrain.errors import InputError, Interrupted
 from exittrain.runtime import progress, ranks
@@ -67,6 +68,15 @@ def test_only_a_launchers_variables_count(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert (ranks.rank(), ranks.world_size(), ranks.is_main()) == (2, 4, False)
+
+
+def test_half_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ranks.LAUNCHER:
+        monkeypatch.delenv(name, raising=False)
+    ranks.setup(torch.device("cpu"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match="WORLD_SIZE are set without RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"):
+        ranks.setup(torch.device("cpu"))
 
 
 def test_two_ranks_agree_and_differing_keys_are_an_error(tmp_path: Path) -> None:

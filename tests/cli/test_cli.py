@@ -1,0 +1,159 @@
+"""The command line: exit codes, one-line errors, plans that write nothing, quick help."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from exittrain.cli.main import main
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = str(ROOT / "tests/fixtures/tiny.yaml")
+VERBS = ["data", "warmup", "collect", "train", "eval", "report", "run"]
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as caught:
+        main(list(arguments))
+    out, err = capsys.readouterr()
+    code = caught.value.code
+    return (0 if code is None else int(code)), out, err
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("verb", [*VERBS, "plan", "generate", "models"])
+def test_help(capsys: pytest.CaptureFixture[str], verb: str) -> None:
+    code, out, _ = call(capsys, verb, "--help")
+    assert code == 0 and "Usage: exittrain" in out
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_plan_writes_nothing(capsys: pytest.CaptureFixture[str], elsewhere: Path, verb: str) -> None:
+    code, out, _ = call(capsys, verb, TINY, "--plan")
+    assert code == 0 and "nothing was started" in out
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_plan_shows_overridden_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = call(capsys, "plan", TINY, "train.arms.token.steps=77")
+    assert re.search(r"train/token +77 ", out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["run", TINY, "train.stpes=5"], "unknown key 'train.stpes', did you mean 'steps'?"),
+        (["run", "nowhere.yaml"], "no recipe 'nowhere.yaml'"),
+        (["eval", "nowhere.yaml"], "no recipe 'nowhere.yaml'"),
+        (["eval", TINY, "--temperature", "hot"], "give numbers with commas between"),
+        (["eval", TINY, "--verifiers", "tve"], "did you mean 'tev'?"),
+        (["collect", TINY], "has not been run"),
+        (["models", "fetch", "smollm"], "no known model 'smollm'"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str
+) -> None:
+    code, out, err = call(capsys, *arguments)
+    assert code == 2 and out == ""
+    assert err.startswith("exittrain: ") and err.count("\n") == 1 and expected in err
+
+
+def test_bad_input_writes_nothing(capsys: pytest.CaptureFixture[str], elsewhere: Path) -> None:
+    call(capsys, "run", TINY, "train.stpes=5")
+    assert list(elsewhere.iterdir()) == []
+
+
+@pytest.mark.parametrize("arguments", [["train"], ["nonsense"], ["run", TINY, "--nonsense"]])
+def test_usage_errors_exit_2(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    assert call(capsys, *arguments)[0] == 2
+
+
+def test_interruption_exits_75_and_failure_raises(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from exittrain.errors import Interrupted
+    from exittrain.stages import run
+
+    def interrupted(*_: Any) -> None:
+        raise Interrupted("stopped by SIGTERM: run the same command again to go on")
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("bug")
+
+    monkeypatch.setattr(run, "run_stages", interrupted)
+    code, _, err = call(capsys, "run", TINY)
+    assert code == 75 and err == "exittrain: stopped by SIGTERM: run the same command again to go on\n"
+    monkeypatch.setattr(run, "run_stages", broken)
+    with pytest.raises(RuntimeError, match="bug"):
+        main(["run", TINY])
+
+
+def test_failure_shows_a_traceback_and_exits_1() -> None:
+    code = (
+        "import exittrain.config.load as load, exittrain.cli.main as m\n"
+        "def bug(*a): raise RuntimeError('bug')\n"
+        "load.load_recipe = bug\n"
+        "m.main(['plan', 'x'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" in done.stderr and "RuntimeError: bug" in done.stderr
+
+
+def test_launchers_rank_argument_is_ignored(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(capsys, "--local_rank=0", "plan", TINY)[0] == 0
+
+
+def test_models_list(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("EXITTRAIN_CACHE", str(tmp_path))
+    assert call(capsys, "models", "list") == (0, "smollm2-135m\tnot fetched\n", "")
+
+
+@pytest.fixture(scope="module")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama-style folder with a byte tokenizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("target")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={**{c: i for i, c in enumerate(alphabet)}, "<eos>": 256}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=257, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, tie_word_embeddings=True, eos_token_id=256, bos_token_id=None,
+        max_position_embeddings=128,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("drafter", [None, "layers:1"])
+def test_generate_prints_text_and_block_length(
+    capsys: pytest.CaptureFixture[str], tiny_target: Path, drafter: str | None
+) -> None:
+    options = ["--target", str(tiny_target), "--raw", "--max-new-tokens", "12", "--seed", "3"]
+    options += ["--drafter", drafter] if drafter else []
+    code, out, err = call(capsys, "generate", "hello", *options)
+    assert code == 0 and out.endswith("\n")
+    assert re.search(r"block length \d\.\d\d \(bonus included", err)
+    assert (code, out) == call(capsys, "generate", "hello", *options)[:2]
+
+
+def test_generate_needs_a_chat_template_or_raw(capsys: pytest.CaptureFixture[str], tiny_target: Path) -> None:
+    code, _, err = call(capsys, "generate", "hello", "--target", str(tiny_target))
+    assert code == 2 and "chat template" in err
