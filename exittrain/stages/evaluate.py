@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from exittrain.stages.evaluation.results import Comparison
 from exittrain.stages.evaluation.schema import Metrics
 from exittrain.stages.evaluation.tasks import HELDOUT, Render, Task, benchmark_task, heldout_task
 from exittrain.stages.prompts import expand_tasks
+from exittrain.stages.warmup import warm_drafter
 
 if TYPE_CHECKING:
     from exittrain.drafters.base import Drafter
@@ -92,8 +94,8 @@ def evaluate_drafters(
         Path(out_folder).name, settings, builder, shape or TreeShape(), sampling or Sampling(), seed, pairs, control
     )
     entrants = [
-        Entrant(name, lambda drafter=drafter: drafter, "control" if name == control and pairs else "drafter")  # type: ignore[misc]
-        for name, drafter in drafters.items()
+        Entrant(name, partial(drafters.__getitem__, name), "control" if name == control and pairs else "drafter")
+        for name in names
     ]
     tasks = make_tasks(settings, seed, heldout, lambda: ChatRenderer(target.tokenizer, target.eos_token_ids).prompt)
     return evaluate(target, entrants, setup, tasks, Path(out_folder), stop or StopFlag())
@@ -130,20 +132,18 @@ def make_tasks(
 
 
 def run_entrants(context: StageContext) -> list[Entrant]:
-    """The warm start and every arm's last drafter, in the recipe's order, with what their training spent."""
-    folder = context.run.path
-    entrants = [Entrant(WARM_START, lambda: context.drafter(folder / "warmup" / "drafter"), WARM_START)]
-    train = context.recipe.train
-    for name in train.arms if train is not None else ():
-        assert train is not None
+    """The warm start and every arm's last drafter, in the recipe's order, with what their training saw and took."""
+    folder, train = context.run.path, context.recipe.train
+    entrants = [Entrant(WARM_START, partial(context.drafter, warm_drafter(context)), WARM_START)]
+    if train is None:
+        return entrants
+    for name, arm in train.arms.items():
         done = context.run.done(f"train/{name}")
-        last = folder / "train" / name / "last"
+        load, steps = partial(context.drafter, folder / "train" / name / "last"), int(done["num_steps"])
+        seconds = steps * float(done["mean_step_seconds"])
         entrants.append(
-            Entrant(
-                name, lambda last=last: context.drafter(last), arm_role(train, name), train.arms[name].objective,  # type: ignore[misc]
-                done.get("steps"), done.get("tokens"), done.get("seconds"),
-            )
-        )  # fmt: skip
+            Entrant(name, load, arm_role(train, name), arm.objective, steps, steps * train.batch_size, seconds)
+        )
     return entrants
 
 

@@ -1,0 +1,119 @@
+"""What a report shows of one run, read from its folder; what a run does not have is left out, never guessed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from exittrain.errors import InputError
+from exittrain.records.files import read_json
+from exittrain.records.shards import MANIFEST, read_shards
+from exittrain.stages.evaluation.schema import Metrics
+
+TREE_QUANTILES = (0.9, 0.5, 0.1)  # of coverage: a tree that catches much, one of the middle, one that loses much
+
+
+@dataclass(frozen=True)
+class ExampleTree:
+    """One collected tree. labels: each node's token as text, root first; reach and exit as math.md section 2 has them."""
+
+    sequence_id: str
+    anchor: int
+    coverage: float
+    labels: tuple[str, ...]
+    parents: tuple[int, ...]
+    reach: tuple[float, ...]
+    exit: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class RunData:
+    """curves: an arm's (and the warm-up's) logged rows by name."""
+
+    name: str
+    metrics: Metrics
+    timing: dict[str, Any]
+    curves: dict[str, list[dict[str, Any]]]
+    trees: tuple[ExampleTree, ...]
+    provenance: dict[str, Any]
+    recipe: str
+
+
+def load_run(folder: Path) -> RunData:
+    """Read a run folder.
+
+    Raises:
+        InputError: it has no evaluation, or a damaged file (named).
+    """
+    path = folder / "eval" / "metrics.json"
+    if not path.is_file():
+        raise InputError(f"{folder} has no evaluation: run `exittrain eval` on it first")
+    try:
+        metrics = Metrics.model_validate(read_json(path))
+    except ValueError as error:
+        raise InputError(
+            f"{path} is of another schema ({str(error).splitlines()[0]}): run `exittrain eval` again"
+        ) from None
+    places = {"warm-up": folder / "warmup"} | {i.name: folder / "train" / i.name for i in metrics.drafters}
+    curves = {name: read_lines(place / "metrics.jsonl") for name, place in places.items()}
+    return RunData(
+        metrics.name, metrics, read_json(folder / "eval" / "timing.json"),
+        {name: rows for name, rows in curves.items() if rows},
+        example_trees(folder), _optional_json(folder / "provenance.json"), _optional_text(folder / "recipe.yaml"),
+    )  # fmt: skip
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Rows of a JSONL file; none when it does not exist, and a last line cut by a kill is left out."""
+    rows = []
+    for line in _optional_text(path).splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
+
+
+def example_trees(folder: Path) -> tuple[ExampleTree, ...]:
+    """A few of the collected trees, chosen by their coverage; none when nothing was collected."""
+    if not (folder / "collect" / MANIFEST).is_file():
+        return ()
+    rows = sorted(read_shards(folder / "collect"), key=lambda r: (r["coverage"], r["sequence_id"], r["anchor"]))
+    if not rows:
+        return ()
+    chosen = [rows[round(q * (len(rows) - 1))] for q in TREE_QUANTILES]
+    tokenizer = _tokenizer(folder / "warmup" / "drafter")
+    return tuple(
+        ExampleTree(
+            row["sequence_id"], row["anchor"], row["coverage"], _labels(row["token_ids"], tokenizer),
+            tuple(row["parents"]), tuple(row["reach"]), tuple(row["exit"]),
+        )
+        for row in chosen
+    )  # fmt: skip
+
+
+def _labels(token_ids: Sequence[int], tokenizer: Any) -> tuple[str, ...]:
+    if tokenizer is None:
+        return tuple(str(token) for token in token_ids)
+    texts = (tokenizer.decode([token]) for token in token_ids)
+    return tuple(text.replace("\n", "↵").replace("\t", "⇥").replace(" ", "·") or "∅" for text in texts)
+
+
+def _tokenizer(folder: Path) -> Any:
+    """The tokenizer saved beside the drafter; None for a model without one."""
+    if not (folder / "tokenizer.json").is_file():
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    return dict(read_json(path)) if path.is_file() else {}
+
+
+def _optional_text(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
