@@ -30,7 +30,17 @@ _HOMES = {
     "get_verifier": "exittrain.verify.registry",
     "load_drafter": "exittrain.drafters.load",
 }
-__all__ = sorted(_HOMES)  # noqa: PLE0605
+__all__ = [
+    "DraftTree",
+    "InputError",
+    "Sampling",
+    "TargetModel",
+    "decode",
+    "exit_law",
+    "get_builder",
+    "get_verifier",
+    "load_drafter",
+]
 
 
 def __getattr__(name: str) -> Any:

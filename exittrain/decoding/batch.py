@@ -92,7 +92,7 @@ class Batch:
 
     def _coverage(self, trees: TreeBatch, logits: Tensor) -> list[float]:
         edges = edge_logprobs(trees, process_logits(logits, self.plan.sampling))
-        return batch_exit_law(trees, edges).coverage.tolist()  # type: ignore[no-any-return]
+        return batch_exit_law(trees, edges).coverage.tolist()
 
     def _commit(self, draft: Draft, nodes: list[int], bonus: list[int], coverage: list[float] | None) -> int:
         trees = draft.trees

@@ -82,7 +82,9 @@ def generate(
     """
     rows_of, _ = as_prompts(list(prompts)) if prompts else ([], False)
     plan = make_plan(target, None, "best_first", TreeShape(), "tev", sampling)
-    rows = _make_rows(plan, rows_of, as_generators(generators, len(rows_of)), max_new_tokens, eos_token_ids, stop_strings)
+    rows = _make_rows(
+        plan, rows_of, as_generators(generators, len(rows_of)), max_new_tokens, eos_token_ids, stop_strings
+    )
     by_length = sorted(rows, key=lambda row: len(row.prompt))
     for start in range(0, len(rows), batch_size):
         run(plan, by_length[start : start + batch_size], progress)

@@ -38,7 +38,7 @@ def refuse_history(target: TargetModel) -> None:
 
 
 def as_prompts(prompt_ids: Any) -> tuple[list[list[int]], bool]:
-    """One prompt (a 1-D array-like) or several (a list of them, or a 2-D array) as lists of ids, and whether it was one."""
+    """One prompt (a 1-D array-like) or several (a list, or a 2-D array) as lists of ids, and whether it was one."""
     if hasattr(prompt_ids, "keys"):
         raise InputError("prompt_ids is a mapping of a tokenizer's outputs; give its input_ids")
     if len(prompt_ids) == 0:

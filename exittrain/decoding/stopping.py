@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-# Tokens looked at beyond the stop string's own characters: some tokens are invisible, some are part of a character.
+# Tokens looked at beyond the stop string's own bytes: special tokens are invisible.
 _SLACK = 8
 
 
 class StopStrings:
     """Finds the token that completes a stop string, by decoding the last few tokens only.
 
-    A token adds at least one character, except special tokens and pieces of a character, so a window of as many
-    tokens as the longest stop string has UTF-8 bytes, plus some slack, always holds a string that has just been completed.
+    A token adds at least one byte of text, except special tokens, so a window of as many tokens as the longest stop
+    string has UTF-8 bytes, plus some slack, holds any string that has just been completed.
     """
 
     def __init__(self, tokenizer: Any, strings: Sequence[str]) -> None:

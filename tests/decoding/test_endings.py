@@ -80,7 +80,9 @@ def test_stop_strings_cut_the_text(perfect, greedy_text):
 
 
 def test_text_without_stop_strings(greedy_text):
-    out = decode(as_target(random_model(), Letters()), None, [5, 6, 7], temperature=0, max_new_tokens=9, eos_token_ids=())
+    out = decode(
+        as_target(random_model(), Letters()), None, [5, 6, 7], temperature=0, max_new_tokens=9, eos_token_ids=()
+    )
     assert out.text == Letters().decode(greedy_text[:9])
 
 
@@ -96,7 +98,9 @@ def test_the_position_limit_ends_with_length(drafted):
     drafter = Drafter(copy_layers(target, 2).model) if drafted else None
     seen = []
     original = target.hidden
-    target.hidden = lambda ids, positions=None, *rest: seen.append(int(positions.max())) or original(ids, positions, *rest)
+    target.hidden = lambda ids, positions=None, *rest: (
+        seen.append(int(positions.max())) or original(ids, positions, *rest)
+    )
     prompts = [[5, 6, 7], [3] * 20, [4] * 23]
     outs = decode(target, drafter, prompts, temperature=0, max_new_tokens=64, eos_token_ids=(), depth=8)
     assert [len(p) + len(o.token_ids) for p, o in zip(prompts, outs, strict=True)] == [24, 24, 24]
