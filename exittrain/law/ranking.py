@@ -14,7 +14,14 @@ def top_tokens(logprobs: Tensor, k: int) -> tuple[Tensor, Tensor]:
     vocab = logprobs.shape[-1]
     k = min(k, vocab)
     rows = logprobs.reshape(-1, vocab)
-    values, ids = rows.topk(min(k + 1, vocab), dim=-1)
+    values, ids = rows.sort(dim=-1, descending=True, stable=True) if k == vocab else _partial_sort(rows, k)
+    shape = (*logprobs.shape[:-1], k)
+    return values.reshape(shape), ids.masked_fill(values == -torch.inf, 0).reshape(shape)
+
+
+def _partial_sort(rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The first k < V columns of a stable descending sort of rows [R, V] (ids of -inf entries are any)."""
+    values, ids = rows.topk(k + 1, dim=-1)
     last = values[:, k - 1 : k]
     # topk chooses freely among tokens tied with the last one kept: those rows take the smallest ids instead.
     tied = ((values[:, k:] == last) & (last > -torch.inf)).any(1).nonzero().flatten()
@@ -24,9 +31,7 @@ def top_tokens(logprobs: Tensor, k: int) -> tuple[Tensor, Tensor]:
         ids[tied] = _smallest_ids(rows[tied], values[tied], ids[tied])
     ids, order = ids.sort(dim=-1)
     values, order = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
-    ids = ids.gather(-1, order).masked_fill(values == -torch.inf, 0)
-    shape = (*logprobs.shape[:-1], k)
-    return values.reshape(shape), ids.reshape(shape)
+    return values, ids.gather(-1, order)
 
 
 def _smallest_ids(rows: Tensor, values: Tensor, ids: Tensor) -> Tensor:

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 from exittrain.errors import InputError
+from exittrain.law.ranking import top_tokens
+
+FIRST_LOOK = 512  # tokens looked at before the whole vocabulary is ranked
 
 
 @dataclass(frozen=True)
@@ -56,11 +59,22 @@ def log_weights(logits: Tensor, sampling: Sampling) -> Tensor:
         kth = scores.topk(sampling.top_k, dim=-1).values[..., -1:]
         scores = scores.masked_fill(scores < kth, -torch.inf)
     if sampling.top_p < 1:
-        ordered, index = scores.sort(dim=-1, descending=True, stable=True)
-        probs = ordered.softmax(-1)
-        before = probs.cumsum(-1) - probs
-        scores = scores.masked_fill((before >= sampling.top_p).scatter(-1, index, before >= sampling.top_p), -torch.inf)
+        scores = _nucleus(scores, sampling.top_p)
     return scores
+
+
+def _nucleus(scores: Tensor, top_p: float) -> Tensor:
+    """scores [..., V] with -inf outside the smallest set of best tokens (ties: smaller id) whose mass reaches top_p."""
+    vocab, probs = scores.shape[-1], scores.softmax(-1)
+    # A nucleus seldom outgrows its first few hundred tokens, and those cost a tenth of a sort of the vocabulary.
+    for size in (min(FIRST_LOOK, vocab), vocab):
+        values, ids = top_tokens(scores, size)
+        mass = torch.where(values > -torch.inf, probs.gather(-1, ids), 0.0)
+        reached = mass.cumsum(-1)
+        if bool((reached[..., -1] >= top_p).all()):
+            break
+    kept = values.masked_fill(reached - mass >= top_p, -torch.inf)
+    return torch.full_like(scores, -torch.inf).scatter_reduce(-1, ids, kept, "amax")
 
 
 def process_logits(logits: Tensor, sampling: Sampling) -> Tensor:

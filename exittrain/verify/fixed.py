@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,6 +24,26 @@ from exittrain.tree.merge import merge_twins
 from exittrain.verify.base import BatchVerdict, BlockLaw, Generators, Verdict
 
 Uniform = Callable[[], float]  # the next draw from [0, 1)
+
+
+class RowReader(Protocol):
+    """Rows read one at a time: an array of them, or `ServedRows`."""
+
+    def __getitem__(self, node: int, /) -> Rows: ...
+
+
+@dataclass(frozen=True)
+class ServedRows:
+    """The served distribution [V] float64 of a node, made of raw logits [M, V] when it is read."""
+
+    logits: Tensor
+    kept: list[int]
+    sampling: Sampling
+
+    def __getitem__(self, node: int, /) -> Rows:
+        probs = process_logits(self.logits[self.kept[node]], self.sampling).double().exp()
+        row: Rows = (probs / probs.sum()).cpu().numpy()
+        return row
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,8 +65,8 @@ class FixedVerifier(ABC):
         """Every exit of the merged tree, those of no probability included or not. May write to rows."""
 
     @abstractmethod
-    def draw(self, tree: DraftTree, rows: Rows, uniform: Uniform) -> tuple[int, int]:
-        """(node, bonus token) at random. May write to rows."""
+    def draw(self, tree: DraftTree, rows: RowReader, uniform: Uniform) -> tuple[int, int]:
+        """(node, bonus token) at random, from float64 rows. May write to a row it has read."""
 
     def check(self, drawn: str | None) -> None:
         if drawn not in DRAWN:
@@ -83,18 +103,16 @@ class FixedVerifier(ABC):
     def verify_batch(
         self, trees: TreeBatch, target_logits: Tensor, sampling: Sampling, generators: Generators
     ) -> BatchVerdict:
-        """Tree by tree: `tev` and `greedy` have a level-parallel form of their own."""
+        """Tree by tree, only the rows on the way: `tev` and `greedy` have a level-parallel form of their own."""
         self.check(trees.drawn)
-        verdicts = []
+        ends = []
         for row, tree in enumerate(trees.trees()):
-            probs = process_logits(target_logits[row, : tree.num_nodes + 1], sampling).double().exp()
-            generator = None if sampling.greedy else generators[row]
-            verdicts.append(self.verify(tree, probs, generator=generator))
-        nodes = [verdict.path[-1] if verdict.path else 0 for verdict in verdicts]
-        device = target_logits.device
-        return BatchVerdict(
-            torch.tensor(nodes, device=device), torch.tensor([v.bonus_token for v in verdicts], device=device)
-        )
+            merged, kept = merge_twins(tree)
+            uniform = (lambda: 0.5) if sampling.greedy else uniform_from(generators[row])
+            node, bonus = self.draw(merged, ServedRows(target_logits[row], kept.tolist(), sampling), uniform)
+            ends.append((int(kept[node]), bonus))
+        nodes, bonus_tokens = torch.tensor(ends, device=target_logits.device).unbind(1)
+        return BatchVerdict(nodes, bonus_tokens)
 
     def _prepare(self, tree: DraftTree, target_probs: Any) -> tuple[DraftTree, list[int], Rows]:
         self.check(tree.drawn)

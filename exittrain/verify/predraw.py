@@ -7,7 +7,7 @@ from typing import Any
 
 from exittrain.law.probabilities import Rows
 from exittrain.tree.draft_tree import DraftTree
-from exittrain.verify.fixed import Exit, FixedVerifier, Uniform, children_of, pick
+from exittrain.verify.fixed import Exit, FixedVerifier, RowReader, Uniform, children_of, pick
 
 
 class Predraw(FixedVerifier):
@@ -15,7 +15,7 @@ class Predraw(FixedVerifier):
 
     name = "predraw"
 
-    def draw(self, tree: DraftTree, rows: Rows, uniform: Uniform) -> tuple[int, int]:
+    def draw(self, tree: DraftTree, rows: RowReader, uniform: Uniform) -> tuple[int, int]:
         tokens, children = tree.token_ids.tolist(), children_of(tree)
         node = 0
         while True:

@@ -19,7 +19,7 @@ from exittrain.tree.batch import TreeBatch
 from exittrain.tree.draft_tree import DraftTree
 from exittrain.tree.merge import merge_twins
 from exittrain.verify.base import BatchVerdict, Generators
-from exittrain.verify.fixed import Exit, FixedVerifier, Uniform, pick
+from exittrain.verify.fixed import Exit, FixedVerifier, RowReader, Uniform, pick
 
 
 class Tev(FixedVerifier):
@@ -32,8 +32,8 @@ class Tev(FixedVerifier):
         for node in np.flatnonzero(reach * miss):
             yield Exit(int(node), reach[node] * miss[node], left[node] / miss[node])
 
-    def draw(self, tree: DraftTree, rows: Rows, uniform: Uniform) -> tuple[int, int]:
-        reach, left, miss = _node_terms(tree, rows)
+    def draw(self, tree: DraftTree, rows: RowReader, uniform: Uniform) -> tuple[int, int]:
+        reach, left, miss = _node_terms(tree, np.stack([rows[node] for node in range(tree.num_nodes + 1)]))
         node = pick(reach * miss, uniform())
         return node, pick(left[node], uniform())
 

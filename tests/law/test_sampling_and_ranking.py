@@ -54,6 +54,20 @@ def test_extremes_stay_finite() -> None:
     assert out.exp().tolist() == [0.5, 0, 0.5]
 
 
+@pytest.mark.parametrize("spread", [0.3, 8.0])  # a nucleus wider than the first look, and one inside it
+def test_nucleus_is_the_smallest_set_that_reaches_top_p(spread: float) -> None:
+    logits = (torch.randn(3, 2000, generator=torch.Generator().manual_seed(0)) * spread).bfloat16().float()  # with ties
+    kept = process_logits(logits, Sampling(top_p=0.7)) > -torch.inf
+    for row in range(3):
+        probs = logits[row].softmax(0).tolist()
+        ranked, mass, wanted = sorted(range(2000), key=lambda x: (-probs[x], x)), 0.0, set()
+        for token in ranked:
+            if mass >= 0.7:
+                break
+            mass, wanted = mass + probs[token], wanted | {token}
+        assert set(kept[row].nonzero().flatten().tolist()) == wanted
+
+
 @given(
     values=st.lists(st.sampled_from([-math.inf, -3.0, -2.0, -1.0, 0.0]), min_size=1, max_size=12),
     k=st.integers(1, 14),
