@@ -1,4 +1,4 @@
-"""Stage `collect`: the warm drafter's trees at anchors of the training data, scored by the target, in Parquet shards."""
+"""Stage `collect`: the warm drafter's trees at anchors of the training data, scored by the target, in shards."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class Collector:
 
     @torch.no_grad()
     def _top_k(self, scored: ScoredTrees) -> tuple[Tensor, Tensor, Tensor]:
-        """The target's k likeliest tokens at every node: ids and log-probabilities [R, M, k], the mass of all others [R, M]."""
+        """The target's k likeliest tokens at every node: ids, log-probabilities [R, M, k]; the others' mass [R, M]."""
         k, target = min(self._section.top_k_logprobs, self._target.vocab_size), self._target
         shape = scored.trees.token_ids.shape
         if k == 0:

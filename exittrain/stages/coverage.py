@@ -1,4 +1,4 @@
-"""Coverage of a drafter's trees at many anchors of many sequences, exact and without decoding: 1 + C is the expected block length.
+"""Coverage of a drafter's trees at many anchors of many sequences: the expected block length, exact, without decoding.
 
 Shapes: S sequences, R anchors over all sequences, M = N+1 nodes padded, D the deepest level.
 """
@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 class Coverage:
     """Per anchor, in the order given (CPU tensors).
 
-    coverage [R] float64: C of the drafter's tree; depth_reach [R, D] float64: P(at least d tokens accepted), summing to C
-    over d; num_nodes [R]: drafted nodes; oracle [R] float64: C*(N), the target drafting for itself, or None.
+    coverage [R] float64: C of the drafter's tree, 1 + C the expected block length; depth_reach [R, D] float64: P(at
+    least d tokens accepted), summing to C over d; num_nodes [R]: drafted nodes; oracle [R] float64: C*(N), the target
+    drafting for itself, or None.
     """
 
     tree_sequence: Tensor
@@ -65,7 +66,7 @@ def coverage_of(
     oracle: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> Coverage:
-    """Draw the drafter's tree at every anchor, score it with the target behind its full context, return its exit law's sums.
+    """Draw the drafter's tree at every anchor and score it with the target behind its full context.
 
     sequences: S 1-D token tensors; tree_sequence [R]: which sequence; anchors [R]: position of the root in it.
     `progress` is told how many anchors each finished group had.
@@ -116,7 +117,7 @@ def _oracle_coverage(
     shape: TreeShape,
     sampling: Sampling,
 ) -> Tensor:
-    """[R'] C*(N): the target's own trees; their draft log-probabilities are the target's, so no second scoring is due."""
+    """[R'] C*(N): the target's own trees, whose draft log-probabilities are the target's: no second scoring is due."""
     session = target.session(*group_inputs(sequences, tree_sequence, anchors, rows), sampling)
     trees = get_builder("oracle")(session, shape).trees
     assert trees.draft_logprobs is not None  # every builder sets them

@@ -87,7 +87,7 @@ def corpus_tokenizer(folder: Path, files: Sequence[Path], vocab_size: int) -> An
     if is_main() and not (folder / "tokenizer").exists():
         with atomic_folder(folder / "tokenizer") as temporary:
             tokenizer = _train_bpe(files, vocab_size)
-            PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END).save_pretrained(temporary)
+            PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END).save_pretrained(temporary)  # type: ignore[no-untyped-call]
     barrier()
     return PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
 
@@ -191,7 +191,7 @@ class LanguageTask:
         last = max(len(stream) - self._length, 1)
         starts = torch.arange(0, last, max(last // HELD_OUT_WINDOWS, 1))[rank() :: world_size()]
         sums = {"loss": 0.0, "tokens": 0.0}
-        for part in starts.split(16):
+        for part in torch.split(starts, 16):
             batch = self._windows(stream, part)
             sums["loss"] += float(self.module(batch, {"token": 1.0})[1]["token_loss"])
             sums["tokens"] += batch.counts["tokens"]

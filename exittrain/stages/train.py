@@ -101,7 +101,7 @@ def loss_settings(context: StageContext, arm: ArmSection, token_loss: str) -> Lo
         normaliser=arm.normaliser,
         anchors_per_sequence=arm.anchors_per_sequence or 1,
         refresh_every=arm.refresh_every,
-        sampling=replace(context.sampling, temperature=arm.temperature),
+        sampling=replace(context.sampling, temperature=arm.temperature or 0.0),
         shape=context.shape,
         builder=context.recipe.tree.builder,
     )
@@ -170,7 +170,7 @@ def arm_steps(context: StageContext, name: str, folder: Path, target: TargetMode
             steps = max(1, round(other_steps * ratio))
             write_json(file, {"steps": steps, "matches": other, "step_time_ratio": ratio, "matched_steps": other_steps})
             say(
-                f"{name}: {steps} steps take as long as {other_steps} of {other} (a step of that takes {ratio:.2f} of these)"
+                f"{name}: {steps} steps take as long as {other_steps} of {other}, whose step takes {ratio:.2f} of these"
             )
 
         from_main(write)

@@ -62,7 +62,7 @@ def run_warmup(context: StageContext) -> None:
 
 
 def start_stage(context: StageContext, stage: str, key: str) -> bool:
-    """False where the stage is done under `key`; else its folder is ready and what was begun under `key` is still there."""
+    """False where the stage is done under `key`; else its folder is ready, with what was begun under `key`."""
 
     def begin() -> bool:
         if context.run.is_done(stage, key):
@@ -74,7 +74,7 @@ def start_stage(context: StageContext, stage: str, key: str) -> bool:
 
 
 def first_drafter(section: DrafterSection, target: TargetModel, seed: int) -> Drafter:
-    """The drafter of the recipe before any training: a saved one, layers of the target, another model, or from nothing."""
+    """The recipe's drafter before any training: saved, layers of the target, another model, or from nothing."""
     if section.init is not None:
         return load_drafter(section.init, target)
     if section.layers is not None:

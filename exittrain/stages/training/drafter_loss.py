@@ -25,8 +25,11 @@ from exittrain.stages.training.scoring import Edges
 
 @dataclass(frozen=True)
 class LossSettings:
-    """What an arm minimises: token_weight * L_tok + weight * L_node (math.md section 8). sampling: what the law and both
-    losses are taken at; refresh_every: steps whose trees are drawn together, by the drafter as it is before the first."""
+    """What an arm minimises: token_weight * L_tok + weight * L_node (math.md section 8).
+
+    sampling: what the law and both losses are taken at; refresh_every: steps whose trees are drawn together, by the
+    drafter as it is before the first of them.
+    """
 
     objective: str = "token"
     weight: float = 1.0
@@ -52,8 +55,8 @@ class LossSettings:
 
 @dataclass(frozen=True, eq=False)
 class NodeTargets:
-    """places [P]: each node row's place among the packed columns; row_weights [P] or edge_weights [E] (the other is None);
-    hidden [P, Ht]: the target's states at the rows, or its raw logits [P, V] where they were small enough to keep."""
+    """places [P]: each node row's place among the packed columns; row_weights [P] or edge_weights [E], the other is
+    None; hidden [P, Ht]: the target's states at the rows, or its raw logits [P, V] where they were small enough."""
 
     places: Tensor
     edges: Edges
@@ -66,8 +69,8 @@ class NodeTargets:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """token_places, token_labels [T]: rows among the packed columns and the tokens they predict; token_hidden [T, Ht] of
-    the target (None: not needed); nodes: None without trees."""
+    """token_places, token_labels [T]: rows among the packed columns and the tokens they predict; token_hidden [T, Ht]:
+    the target's states there (None: not needed); nodes: None without trees."""
 
     sample_ids: list[str]
     counts: Sums
@@ -95,7 +98,7 @@ class DrafterLoss(nn.Module):
         """
         states = self._drafter.tree_hidden(batch.packed).flatten(0, 1)
         # A zero on the whole network: a rank without any row must still reduce a gradient for every parameter.
-        loss = 0.0 if len(batch.token_places) else self._drafter.head(states[:1]).sum() * 0.0
+        loss = states.new_zeros(()) if len(batch.token_places) else self._drafter.head(states[:1]).sum() * 0.0
         sums: dict[str, Tensor | float] = {}
         parts = [("token", self._token_sum, batch.token_places)]
         if self._settings.uses_trees:
@@ -105,7 +108,7 @@ class DrafterLoss(nn.Module):
             if len(places):
                 rows = states[places]
                 if rows.requires_grad:
-                    rows.register_hook(_keep_square(sums, f"{name}_gradient"))
+                    rows.register_hook(_keep_square(sums, f"{name}_gradient"))  # type: ignore[no-untyped-call]
                 value = sum_of(batch, rows)
                 sums[f"{name}_loss"] = value.detach()
                 loss = loss + value * scales[name]
@@ -125,7 +128,12 @@ class DrafterLoss(nn.Module):
         if nodes.edge_weights is not None:
             return edge_loss_sum(head, rows, nodes.edges, nodes.edge_weights, sampling, self._vocab_size)
         logits = nodes.logits
-        of_target = self._target_logits(nodes.hidden) if logits is None else lambda a, b: logits[a:b]
+        if logits is not None:
+            return row_loss_sum(
+                head, rows, lambda a, b: logits[a:b], sampling, self._vocab_size, nodes.row_weights, nodes.row_loss
+            )
+        assert nodes.hidden is not None  # one of the two is there
+        of_target = self._target_logits(nodes.hidden)
         return row_loss_sum(head, rows, of_target, sampling, self._vocab_size, nodes.row_weights, nodes.row_loss)
 
     def _target_logits(self, hidden: Tensor) -> Callable[[int, int], Tensor]:

@@ -1,6 +1,6 @@
 """Training a drafter against its target: token loss on response tokens plus lambda times a node loss on draft trees.
 
-Shapes: S sequences of a micro-batch, L packed columns, T token rows, R trees, M nodes with the root, P node rows, E edges.
+Shapes: S sequences of a micro-batch, L packed columns, T token rows, R trees, M nodes with the root, P node rows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TARGET_TOKENS = 8192  # columns of one forward of the target
 
 
 class DrafterTask:
-    """A `loop.Task`. The order of sequences, the anchors and (given the drafter) the trees are functions of (seed, step)."""
+    """A `loop.Task`. Order of sequences, anchors and (given the drafter) trees are functions of (seed, step)."""
 
     def __init__(
         self, drafter: Drafter, target: TargetModel, sequences: SequenceSet, loop: LoopSettings, loss: LossSettings,
@@ -72,7 +72,7 @@ class DrafterTask:
         }
 
     def metrics(self, step: int, sums: Sums, totals: Sums) -> dict[str, float]:
-        """Means over the step's rows. node_gradient_share: of the two gradients' norms at the drafter's hidden states."""
+        """Means over the step's rows; node_gradient_share: of the two gradients' norms at the last hidden states."""
         token = sums["token_loss"] / max(totals["tokens"], 1.0)
         numbers = {"token_loss": token, "num_tokens": totals["tokens"], "loss": self._loss.token_weight * token}
         if self._loss.uses_trees and totals["trees"]:
@@ -129,7 +129,8 @@ class DrafterTask:
         if step not in self._drawn:
             loss, every = self._loss, self._loss.refresh_every
             block = range(step, min((step // every + 1) * every, self._loop.steps))
-            sequences, tree_sequence, anchors = [], [], []
+            sequences: list[Tensor] = []
+            tree_sequence, anchors = [], []
             for later in block:
                 indices, local, positions, _ = self._own(self._plan(later))
                 tree_sequence.append(local + len(sequences))
@@ -139,7 +140,7 @@ class DrafterTask:
                 self._drafter, sequences, torch.cat(tree_sequence), torch.cat(anchors),
                 loss.shape, loss.sampling, loss.builder,
             )  # fmt: skip
-            rows = torch.arange(len(trees)).split([len(part) for part in anchors])
+            rows = torch.split(torch.arange(len(trees)), [len(part) for part in anchors])
             self._drawn = {later: take_trees(trees, part) for later, part in zip(block, rows, strict=True)}
         return self._drawn.pop(step)
 

@@ -50,7 +50,7 @@ def deepspeed_config(name: str) -> dict[str, Any]:
 
 
 class Engine:
-    """`forward` the wrapped module, `backward` its loss, `step` once a batch. Parameters with requires_grad are trained.
+    """Call it for a loss, `backward` the loss, `step` once a batch. Parameters with requires_grad are trained.
 
     Raises InputError when the module has no such parameter.
     """
@@ -125,7 +125,8 @@ def _join_ranks() -> None:
     os.environ.setdefault("LOCAL_RANK", "0")
     if not dist.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
 
 
 def _optimizer(parameters: list[nn.Parameter], settings: LoopSettings) -> torch.optim.Optimizer:

@@ -22,7 +22,7 @@ from exittrain.tree.batch import TreeBatch
 
 
 class HeldOut:
-    """The first `num_sequences` held-out sequences with anchors fixed by `seed`: every arm and step is measured there."""
+    """The first `num_sequences` held-out sequences, anchors fixed by `seed`: every arm is measured there."""
 
     def __init__(
         self, target: TargetModel, sequences: SequenceSet, num_sequences: int, per_sequence: int, seed: int,

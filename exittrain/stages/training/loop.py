@@ -40,7 +40,8 @@ class Task(Protocol):
     """What is trained. `module(batch, scales)` returns (loss, sums): the batch's sums times `scales`, which are made of
     the global counts, and detached sums for the log (read after the backward pass, so hooks may fill them)."""
 
-    module: nn.Module
+    @property
+    def module(self) -> nn.Module: ...
 
     def prepare(self, step: int) -> list[Any]:
         """This rank's micro-batches of a step; as many on every rank. A function of (seed, step) and the model."""

@@ -36,7 +36,7 @@ def row_loss_sum(
     head: Head, hidden: Tensor, target_logits: Logits, sampling: Sampling, vocab_size: int,
     weights: Tensor | None = None, row_loss: str = "kl",
 ) -> Tensor:  # fmt: skip
-    """Sum over rows of weight * loss(p, q), 0-dimensional float32: hidden [T, H] of the drafter, weights [T] or all one."""
+    """Sum over rows of weight * loss(p, q), 0-dimensional: hidden [T, H] of the drafter, weights [T] or all one."""
     run, loss_of = chunk_runner(len(hidden), vocab_size), ROW_LOSSES[row_loss]
 
     def chunk(rows: Tensor, start: int, stop: int) -> Tensor:
@@ -59,7 +59,7 @@ def label_loss_sum(head: Head, hidden: Tensor, labels: Tensor, sampling: Samplin
 def edge_loss_sum(
     head: Head, hidden: Tensor, edges: Edges, weights: Tensor, sampling: Sampling, vocab_size: int
 ) -> Tensor:
-    """Sum over edges of weight * -log q_par(v)(x_v): hidden [P, H] at `edges.rows`, weights [E] in the order of the edges."""
+    """Sum over edges of weight * -log q_par(v)(x_v): hidden [P, H] at `edges.rows`, weights [E] in edge order."""
     run = chunk_runner(len(hidden), vocab_size)
 
     def chunk(rows: Tensor, start: int, part: slice) -> Tensor:

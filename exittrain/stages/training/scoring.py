@@ -1,6 +1,6 @@
-"""A model's log-probabilities at the edges of draft trees, computed from hidden states a bounded chunk of rows at a time.
+"""A model's log-probabilities at the edges of draft trees, from hidden states, a bounded chunk of rows at a time.
 
-Shapes: R trees, M = N+1 nodes padded, P rows (nodes whose next-token distribution is needed), E edges, H hidden, V vocabulary.
+Shapes: R trees, M = N+1 nodes padded, P rows (nodes whose distribution is needed), E edges, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Head = Callable[[Tensor], Tensor]  # hidden [..., H] -> raw float32 logits [...,
 class Edges:
     """The drafted nodes of a batch of trees as edges out of their parents' rows.
 
-    rows [P]: flat index (tree * M + node) of every row, ascending; nodes [E]: flat index of each drafted node, ordered by
-    its parent's row; row_of [E]: that row's place in `rows`, ascending; tokens [E].
+    rows [P]: flat index (tree * M + node) of every row, ascending; nodes [E]: flat index of each drafted node, in the
+    order of its parent's row; row_of [E]: that row's place in `rows`, ascending; tokens [E].
     """
 
     rows: Tensor
@@ -35,7 +35,7 @@ class Edges:
 
 
 def tree_edges(trees: TreeBatch, rows: Tensor | None = None) -> Edges:
-    """Edges of all trees. rows [R, M] bool: whose distribution is wanted, at least every node with a child (the default)."""
+    """Edges of all trees. rows [R, M] bool: whose distribution is wanted, default (and least): nodes with a child."""
     size = trees.token_ids.shape[1]
     wanted = trees.has_children() if rows is None else rows
     flat_rows = wanted.flatten().nonzero().flatten()

@@ -1,4 +1,4 @@
-"""Which sequences and anchors a step trains on: pure functions of (seed, step), so that resuming needs no sampler state.
+"""Which sequences and anchors a step trains on: functions of (seed, step), so that resuming needs no sampler state.
 
 Shapes: S sequences, b sequences of one step's batch, R anchors over all of them, L tokens of the longest.
 """
@@ -21,8 +21,8 @@ BUCKET = 16  # batches whose sequences are sorted by length together, so that li
 
 @dataclass(frozen=True, eq=False)
 class SequenceSet:
-    """S sequences: ids; tokens: 1-D int64 each; trained: 1-D bool each, True where the token is a trained response token
-    (predicted from the position before it). num_dropped: rows that had no trained token at all."""
+    """S sequences: ids; tokens: 1-D int64 each; trained: 1-D bool each, True where the token is a trained response
+    token (predicted from the position before it); num_dropped: rows that had no trained token at all."""
 
     ids: list[str]
     tokens: list[Tensor]
@@ -119,7 +119,7 @@ class Plan:
     stored: Tensor | None = None
 
     def share(self, members: Sequence[int]) -> tuple[list[int], Tensor, Tensor, Tensor]:
-        """What a micro-batch with these members of the batch gets: (indices, tree_sequence into them, anchors, rows [R'])."""
+        """What these members of the batch get: (indices, tree_sequence into them, anchors, rows [R'] of the plan)."""
         place = torch.full((max(len(self.indices), 1),), -1)
         place[torch.tensor(members, dtype=torch.int64)] = torch.arange(len(members))
         local = place[self.tree_sequence]

@@ -10,8 +10,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """steps: optimiser steps; batch_size: sequences a step over all ranks and micro-batches; micro_batch_size: sequences a
-    forward (None: batch_size / ranks); eval_every 0: never."""
+    """steps: optimiser steps; batch_size: sequences a step, over all ranks and micro-batches; micro_batch_size:
+    sequences a forward (None: batch_size / ranks); eval_every 0: never."""
 
     steps: int
     batch_size: int

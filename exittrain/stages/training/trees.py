@@ -26,7 +26,7 @@ LOGIT_BYTES = 256 << 20  # of one wave's float32 log-probabilities
 
 
 def max_trees(vocab_size: int, shape: TreeShape) -> int:
-    """Trees that may grow side by side: a wave of at most `budget` nodes a tree holds [trees, nodes, V] log-probabilities."""
+    """Trees that may grow side by side: a wave of `budget` nodes a tree holds [trees, nodes, V] log-probabilities."""
     return max(1, min(MAX_TREES, LOGIT_BYTES // (4 * vocab_size * shape.budget)))
 
 
@@ -54,7 +54,7 @@ def group_inputs(
     sequences: Sequence[Tensor], tree_sequence: Tensor, anchors: Tensor, rows: Tensor
 ) -> tuple[list[Tensor], Tensor, Tensor]:
     """(sequences of the group, which of them each tree belongs to, anchors)."""
-    used, local = tree_sequence[rows].unique(return_inverse=True)
+    used, local = torch.unique(tree_sequence[rows], return_inverse=True)
     return [sequences[i] for i in used.tolist()], local, anchors[rows]
 
 
@@ -85,8 +85,9 @@ def join_trees(parts: Sequence[TreeBatch], rows: Sequence[Tensor]) -> TreeBatch:
     if count == 0:
         empty = torch.zeros((0, 1), dtype=torch.int64)
         return TreeBatch(empty, empty, empty, empty.bool(), "top", empty.float())
-    values = [column(name) for name in ("token_ids", "parents", "depths", "valid")]
-    return TreeBatch(*values, drawn="top", draft_logprobs=column("draft_logprobs"))
+    return TreeBatch(
+        column("token_ids"), column("parents"), column("depths"), column("valid"), "top", column("draft_logprobs")
+    )  # fmt: skip
 
 
 def take_trees(trees: TreeBatch, rows: Tensor) -> TreeBatch:
@@ -104,14 +105,16 @@ def take_trees(trees: TreeBatch, rows: Tensor) -> TreeBatch:
 def move_trees(trees: TreeBatch, device: torch.device) -> TreeBatch:
     """The same trees on `device`."""
     scores = None if trees.draft_logprobs is None else trees.draft_logprobs.to(device)
-    values = [value.to(device) for value in (trees.token_ids, trees.parents, trees.depths, trees.valid)]
-    return TreeBatch(*values, drawn=trees.drawn, draft_logprobs=scores)
+    return TreeBatch(
+        trees.token_ids.to(device), trees.parents.to(device), trees.depths.to(device), trees.valid.to(device),
+        trees.drawn, scores,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
 class StoredTrees:
-    """Trees from shards, ordered by sequence: trees [R], anchors [R], edge_logprobs [R, M] of the target at `temperature`;
-    members[i]: rows of the i-th sequence of the set."""
+    """Trees from shards: trees [R], anchors [R], edge_logprobs [R, M] of the target; members[i]: the rows of the i-th
+    sequence of the set."""
 
     trees: TreeBatch
     anchors: Tensor
@@ -125,7 +128,7 @@ class StoredTrees:
         """From tree records.
 
         Raises:
-            InputError: scored by another target or at another temperature, or a tree that does not stand in its sequence.
+            InputError: another target's or another temperature's scores, or a tree that does not fit its sequence.
         """
         for name, value in (("target_hash", target_hash), ("temperature", temperature)):
             other = next((row[name] for row in rows if row[name] != value), None)
