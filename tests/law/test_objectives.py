@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from exittrain.errors import InputError
 from exittrain.law.exit_law import batch_exit_law, edge_logprobs
 from exittrain.law.losses import ROW_LOSSES, cross_entropy_rows, draft_logprobs, kl_rows
-from exittrain.law.objectives import OBJECTIVES, node_terms, weight_at
+from exittrain.law.objectives import OBJECTIVES, Objective, node_terms, weight_at
 from exittrain.law.sampling import Sampling, process_logits
 from exittrain.tree.batch import TreeBatch
 
@@ -165,3 +165,19 @@ def test_cross_entropy() -> None:
         cross_entropy_rows(logits, tokens, Sampling(0)),
         torch.nn.functional.cross_entropy(logits, tokens, reduction="none"),
     )
+
+
+def test_a_seventh_objective_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another row loss and another weight; nothing else has to know."""
+
+    def overlap_miss(target: torch.Tensor, draft: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+        p, q = process_logits(target, sampling).exp(), draft_logprobs(draft, sampling).exp()
+        return 1 - torch.minimum(p, q).sum(-1)
+
+    monkeypatch.setitem(ROW_LOSSES, "overlap", overlap_miss)
+    monkeypatch.setitem(OBJECTIVES, "reach_overlap", Objective("rows", lambda trees, law: law.reach, "overlap"))
+    trees, target, draft = case(3)
+    law = batch_exit_law(trees, edge_logprobs(trees, target.log_softmax(-1)))
+    terms = node_terms("reach_overlap", trees, law, depth_limit=DEPTH)
+    rows = ROW_LOSSES[terms.row_loss](target.flatten(0, 1), draft.flatten(0, 1), Sampling())
+    assert 0 < float((terms.row_weights.flatten() * rows).sum()) < float(terms.row_weights.sum())
