@@ -22,11 +22,12 @@ def shard_name(index: int, count: int) -> str:
 
 def write_rows(path: str | Path, rows: Sequence[Mapping[str, Any]], features: Any) -> None:
     """Write rows (dicts) as one Parquet file, atomically. The same rows always give the same bytes."""
-    from datasets import Dataset
+    import pyarrow
+    import pyarrow.parquet
 
     columns = {name: [row[name] for row in rows] for name in features}
     buffer = BytesIO()
-    Dataset.from_dict(columns, features=features).to_parquet(buffer)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pydict(columns, schema=features.arrow_schema), buffer)
     write_bytes(path, buffer.getvalue())
 
 

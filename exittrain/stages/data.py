@@ -6,6 +6,7 @@ import shutil
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from exittrain.config.schema import SourceSection
@@ -76,7 +77,7 @@ def show_samples(context: StageContext, n: int = 3) -> None:
 def runs(mask: Sequence[int]) -> list[tuple[int, int, int]]:
     """(start, stop, value) of the stretches of equal values."""
     edges = [0, *(i for i in range(1, len(mask)) if mask[i] != mask[i - 1]), len(mask)]
-    return [(a, b, mask[a]) for a, b in zip(edges, edges[1:], strict=False) if a < b]
+    return [(a, b, mask[a]) for a, b in pairwise(edges) if a < b]
 
 
 def split_prompts(

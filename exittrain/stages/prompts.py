@@ -1,7 +1,7 @@
-"""Prompt sets (data/prompts) and benchmarks (eval/benchmarks): one YAML each, naming a public source and a small fixture.
+"""Prompt sets (data/prompts) and benchmarks (eval/benchmarks): one YAML each: a public source and a small fixture.
 
-The full public file is used when it is there ($EXITTRAIN_DATA/<name>.jsonl) or asked for (`<name>:public` downloads it);
-otherwise the fixture, and every prompt says which of the two it came from.
+The full public file is used when it is there ($EXITTRAIN_DATA/<name>.jsonl) or asked for (`<name>:public` downloads
+it); otherwise the fixture, and every prompt says which of the two it came from.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FILE_ENDINGS = {".jsonl", ".json", ".parquet"}
 
 
 class PromptSet(BaseModel):
-    """One file of data/prompts or eval/benchmarks. `file` is ours and complete; `hub` is public and needs a download."""
+    """One file of data/prompts or eval/benchmarks. `file` is ours and whole; `hub` is public and needs a download."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     name: str
@@ -49,7 +49,7 @@ class PromptSet(BaseModel):
 
 @dataclass(frozen=True)
 class Prompt:
-    """User turns to answer one after the other. source: `<set>`, `<set> (fixture)` or a path."""
+    """User turns to answer one after the other. source: `<set>`, `<set> (fixture)` or a file's name."""
 
     id: str
     turns: tuple[str, ...]
@@ -64,7 +64,7 @@ class Prompt:
 
 
 def load_prompts(name_or_path: str, count: int | None = None, seed: int = 0) -> list[Prompt]:
-    """Prompts of a benchmark, a prompt set, `<name>:public`, or a JSONL file; `count` of them drawn by `seed`, in file order.
+    """Prompts of a benchmark, a prompt set, `<name>:public`, or a file; `count` of them drawn by `seed`, in file order.
 
     Raises:
         InputError: no such set or file, a file that is not the one the set names, or no usable row in it.
@@ -98,9 +98,9 @@ def load_set(
     if not path.exists() and any((root / path).exists() for root in ROOTS):
         path = share_path(name_or_path)
     if path.is_dir():
-        return choose(read_folder(path, split), name_or_path, None, count, seed)
+        return choose(read_folder(path, split), path.name, None, count, seed)
     if path.is_file():
-        return choose(list(read_file(path)), name_or_path, None, count, seed)
+        return choose(list(read_file(path)), path.name, None, count, seed)
     if path.suffix in FILE_ENDINGS or "/" not in name_or_path:
         raise InputError(f"{name_or_path!r} is neither a prompt set nor a file{nearest(name, sorted(known))}")
     hub, _, revision = name_or_path.partition("@")

@@ -13,7 +13,7 @@ from exittrain.config.schema import GenerationSection
 from exittrain.law.sampling import Sampling
 from exittrain.law.seeding import generator_for
 from exittrain.records.files import write_json
-from exittrain.runtime.progress import progress_bar
+from exittrain.runtime.progress import Bar, progress_bar
 from exittrain.runtime.signals import StopFlag
 
 REPEAT_GRAM = 4  # an n-gram of this many tokens ...
@@ -49,7 +49,7 @@ class Writer:
     ) -> None:
         """identity: digest of all else that decides the ids (target, template); stored parts of another are redone."""
         self.target, self.settings, self.folder, self.seed, self.stop = target, settings, folder, seed, stop
-        self.identity = identity
+        self.identity, self.num_tokens = identity, 0
 
     def write(self, jobs: Sequence[Job], what: str, max_new_tokens: int) -> list[Written]:
         """One `Written` a job, in the order of the jobs. what: names the parts on disk and the random streams."""
@@ -61,13 +61,13 @@ class Writer:
             for number, batch in enumerate(batches):
                 path = self.folder / f"{what}-{number:05d}.json"
                 chosen = [jobs[index] for index in batch]
-                rows = self._stored_or(path, chosen, what, max_new_tokens)
+                rows = self._stored_or(path, chosen, what, max_new_tokens, bar)
                 results.update(zip(batch, rows, strict=True))
                 bar.advance(len(batch))
                 self.stop.raise_if_set()
         return [results[index] for index in range(len(jobs))]
 
-    def _stored_or(self, path: Path, jobs: list[Job], what: str, max_new_tokens: int) -> list[Written]:
+    def _stored_or(self, path: Path, jobs: list[Job], what: str, max_new_tokens: int, bar: Bar) -> list[Written]:
         settings = self.settings
         asked = [
             self.identity,
@@ -81,13 +81,17 @@ class Writer:
         key = _digest(asked)
         stored = _read_part(path, key)
         if stored is None:
-            stored = self._generate(jobs, what, max_new_tokens)
+            stored = self._generate(jobs, what, max_new_tokens, bar)
             rows = [[one.token_ids, one.finished] for one in stored]
             write_json(path, {"key": key, "rows": rows, "sha256": _digest(rows)})
         return stored
 
-    def _generate(self, jobs: list[Job], what: str, max_new_tokens: int) -> list[Written]:
+    def _generate(self, jobs: list[Job], what: str, max_new_tokens: int, bar: Bar) -> list[Written]:
         from exittrain.decoding.loop import generate
+
+        def count(num_new: int) -> None:
+            self.num_tokens += num_new
+            bar.advance(0, f"{self.num_tokens} tokens")
 
         decoded = generate(
             self.target,
@@ -95,6 +99,7 @@ class Writer:
             Sampling(temperature=self.settings.temperature, top_p=self.settings.top_p),
             max_new_tokens,
             [generator_for(self.seed, "data", what, job.id) for job in jobs],
+            progress=count,
             batch_size=len(jobs),
         )
         return [Written([int(t) for t in one.token_ids], one.finish_reason == "eos") for one in decoded]

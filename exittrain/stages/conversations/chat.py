@@ -115,8 +115,8 @@ class ChatRenderer:
     def render(self, messages: Messages, truncated: bool = False) -> Rendered:
         """Ids and loss mask of a conversation that ends in an assistant turn.
 
-        A turn whose prompt is no prefix of the whole (templates that rewrite history, such as dropping earlier thoughts)
-        is masked: at generation time its context would be another one. truncated: the last turn's end is not trained,
+        A turn whose prompt is no prefix of the whole (templates that rewrite history, dropping earlier thoughts) is
+        masked: at generation time its context would be another one. truncated: the last turn's end is not trained,
         because the model did not end it there.
 
         Raises:
@@ -207,7 +207,7 @@ class ChatRenderer:
         turn, alone = longer[len(history) :], self._ids([("user", "a")])
         if longer[: len(history)] != history or not turn or alone[-len(turn) :] != turn:
             raise InputError(
-                "this chat template does not let its own system turn be cut out: set data.system to 'template' or a text"
+                "the chat template does not let its own system turn be cut out: set data.system to 'template' or a text"
             )
         block, bos = alone[: -len(turn)], self.tokenizer.bos_token_id
         start = 1 if block and block[0] == bos and turn[0] != bos else 0
@@ -240,5 +240,5 @@ def _pin_clock(template: str) -> str:
     if "strftime_now" not in template:
         return template
     dates = {text: RENDER_DATE.strftime(text) for text in sorted(formats)}
-    macro = f"{{%- macro strftime_now(format) -%}}{{{{ {json.dumps(dates)}.get(format, '{RENDER_DATE}') }}}}{{%- endmacro -%}}"
-    return macro + template
+    date_of = f"{json.dumps(dates)}.get(format, '{RENDER_DATE}')"
+    return f"{{%- macro strftime_now(format) -%}}{{{{ {date_of} }}}}{{%- endmacro -%}}{template}"

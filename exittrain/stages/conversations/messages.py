@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 ROLES = {
@@ -62,7 +63,7 @@ def parse_row(row: Any, id: str, source: str) -> Conversation:
 
     Shapes: `messages` or `conversations` as lists of {role, content} or {from, value} (aliases human, gpt, ... in any
     case), `turns` or a list under `prompt` (user turns only), `prompt`/`instruction`/`question` (one user turn, with an
-    Alpaca-style `input` below it), each with `response`/`completion`/`output` as the answer and `system` as system turn.
+    Alpaca-style `input` below it) with `response`/`completion`/`output` as the answer; `system` adds a system turn.
 
     Raises:
         Refused: with the reason to count the row under.
@@ -151,5 +152,5 @@ def _check_order(roles: list[str]) -> None:
         raise Refused("no user turn")
     if turns[0] == "assistant":
         raise Refused("assistant speaks first")
-    if any(a == b for a, b in zip(turns, turns[1:], strict=False)):
+    if any(a == b for a, b in pairwise(turns)):
         raise Refused("roles do not alternate")

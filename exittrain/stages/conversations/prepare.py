@@ -84,9 +84,7 @@ def prepare_chat(
     return prepared
 
 
-def _magpie(
-    renderer: ChatRenderer, writer: Writer, source: SourceSection, data: DataSection, name: str
-) -> Prepared:
+def _magpie(renderer: ChatRenderer, writer: Writer, source: SourceSection, data: DataSection, name: str) -> Prepared:
     """Magpie (arXiv 2406.08464): behind the template's `user` header an aligned model writes a plausible user turn."""
     count, limit = source.count or 0, data.generation.max_prompt_tokens
     prefix = renderer.user_prefix()
@@ -136,9 +134,7 @@ def _answer(
                     jobs.append(Job(dialogue.origin.id, ids))
                     live.append(dialogue)
         limit = data.generation.max_new_tokens
-        for dialogue, job, written in zip(
-            live, jobs, writer.write(jobs, f"{name}-turn-{turn}", limit), strict=True
-        ):
+        for dialogue, job, written in zip(live, jobs, writer.write(jobs, f"{name}-turn-{turn}", limit), strict=True):
             _take(renderer, writer, dialogue, written.token_ids[: data.max_length - len(job.prompt)], prepared.refused)
     for dialogue in dialogues:
         if dialogue.answers:
@@ -174,9 +170,7 @@ def _next_prompt(
     return None
 
 
-def _take(
-    renderer: ChatRenderer, writer: Writer, dialogue: _Dialogue, ids: list[int], refused: Counter[str]
-) -> None:
+def _take(renderer: ChatRenderer, writer: Writer, dialogue: _Dialogue, ids: list[int], refused: Counter[str]) -> None:
     """Add an answer; a cut one ends the dialogue, a faulty one loses it."""
     stops = writer.target.eos_token_ids
     text = text_of(renderer.tokenizer, stops)(ids)
@@ -191,9 +185,7 @@ def _take(
     dialogue.open = not dialogue.truncated
 
 
-def _unique(
-    conversations: list[Conversation], key: Any, reason: str, refused: Counter[str]
-) -> list[Conversation]:
+def _unique(conversations: list[Conversation], key: Any, reason: str, refused: Counter[str]) -> list[Conversation]:
     """The first conversation of each key; ids are made unique too, since they name random streams and tree records."""
     seen: set[Any] = set()
     ids: Counter[str] = Counter()

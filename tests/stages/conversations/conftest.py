@@ -13,30 +13,37 @@ CHATML = (  # SmolLM2's own: a default system turn, BOS equal to <|im_start|>
 LLAMA = (  # Llama 3's shape: BOS, a system turn with the date, EOT unlike EOS, trimmed contents
     "{{ bos_token }}{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
     "{{ '<|start|>system<|end|>\n\nToday: ' + date_string + '\n\n' }}"
-    "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] | trim }}{% set messages = messages[1:] %}{% endif %}"
-    "{{ '<|eot|>' }}{% for m in messages %}{{ '<|start|>' + m['role'] + '<|end|>\n\n' + m['content'] | trim + '<|eot|>' }}"
+    "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] | trim }}"
+    "{% set messages = messages[1:] %}{% endif %}"
+    "{{ '<|eot|>' }}{% for m in messages %}"
+    "{{ '<|start|>' + m['role'] + '<|end|>\n\n' + m['content'] | trim + '<|eot|>' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant<|end|>\n\n' }}{% endif %}"
 )
 GEMMA = (  # raises on a system turn and on roles that do not alternate
-    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}"
+    "{{ raise_exception('System role not supported') }}{% endif %}"
     "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('Conversation roles must alternate') }}{% endif %}"
-    "{{ '<|start|>' + ('model' if m['role'] == 'assistant' else m['role']) + '\n' + m['content'] | trim + '<|eot|>\n' }}"
+    "{{ '<|start|>' + ('model' if m['role'] == 'assistant' else m['role']) }}{{ '\n' + m['content'] | trim + '<|eot|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|start|>model\n' }}{% endif %}"
 )
 THINKING = (  # Qwen3's shape: earlier thoughts are dropped from history, enable_thinking decides the generation prompt
-    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}"
-    "{% endif %}{% endfor %}{% for m in messages %}{% set content = m['content'] %}{% if m['role'] == 'assistant' %}"
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m['role'] == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}{% set content = m['content'] %}{% if m['role'] == 'assistant' %}"
     "{% if '</think>' in content %}{% set thought = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
     "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% else %}{% set thought = '' %}{% endif %}"
     "{% if loop.index0 > ns.last %}{% set content = '<think>\n' + thought + '\n</think>\n\n' + content %}{% endif %}"
     "{% endif %}{{ '<|im_start|>' + m['role'] + '\n' + content + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% if enable_thinking is defined and not enable_thinking %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% if enable_thinking is defined and not enable_thinking %}"
     "{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
 )
 TEMPLATES = {"chatml": CHATML, "llama": LLAMA, "gemma": GEMMA, "thinking": THINKING}
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|bos|>", "<|start|>", "<|end|>", "<|eot|>"]
-SENTENCES = ["You are a helpful assistant. What is the time? It is three o'clock.", "system user assistant model Today"] * 3
+SENTENCES = [
+    "You are a helpful assistant. What is the time? It is three o'clock.",
+    "system user assistant model Today",
+] * 3
 
 
 def build_tokenizer(template: str):

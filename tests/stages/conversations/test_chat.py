@@ -8,7 +8,12 @@ from exittrain.errors import InputError
 from exittrain.stages.conversations.messages import Refused
 
 FAMILIES = ["chatml", "llama", "gemma", "thinking"]
-TALK = [("user", "What is the time?"), ("assistant", "It is three."), ("user", "And now?"), ("assistant", "It is three.")]
+TALK = [
+    ("user", "What is the time?"),
+    ("assistant", "It is three."),
+    ("user", "And now?"),
+    ("assistant", "It is three."),
+]
 
 
 def trained(rendered, tokenizer) -> list[str]:
@@ -127,7 +132,9 @@ def test_dates_do_not_depend_on_the_day(tokenizers, call):
 
 def test_joined_answers_keep_the_ids_that_were_sampled(renderer, tokenizers):
     chat, tokenizer = renderer(), tokenizers["chatml"]
-    odd = [tokenizer.convert_tokens_to_ids(c) for c in "It"] + [tokenizer.eos_token_id]  # not how the tokenizer writes "It"
+    odd = [tokenizer.convert_tokens_to_ids(c) for c in "It"] + [
+        tokenizer.eos_token_id
+    ]  # not how the tokenizer writes "It"
     one = chat.join([("user", "Hi"), ("assistant", "It")], [odd])
     assert one.token_ids[-3:] == odd and one.loss_mask[-3:] == [1, 1, 1] and sum(one.loss_mask) == 3
     plain = [*tokenizer("It is three.")["input_ids"], tokenizer.eos_token_id]

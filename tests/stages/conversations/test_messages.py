@@ -11,7 +11,12 @@ TALK = (("user", "Hi"), ("assistant", "Hello"))
 GOOD = {
     "messages": {"messages": [{"role": "User", "content": "Hi"}, {"role": " ASSISTANT", "content": "Hello"}]},
     "sharegpt": {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
-    "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}, {"role": "model", "content": "Hello"}]},
+    "parts": {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+            {"role": "model", "content": "Hello"},
+        ]
+    },
     "empty system": {"messages": [{"role": "system", "content": ""}, *({"role": r, "content": c} for r, c in TALK)]},
     "prompt and response": {"prompt": "Hi", "response": "Hello"},
     "prompt messages": {"prompt": [{"role": "user", "content": "Hi"}], "completion": "Hello"},
@@ -30,7 +35,9 @@ BAD = {
     "row is no object": 3,
     "system turn is not first": {"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]},
     "no user turn": {"messages": [{"role": "system", "content": "b"}]},
-    "tool calls": {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [1]}]},
+    "tool calls": {
+        "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [1]}]
+    },
 }
 
 
@@ -43,7 +50,10 @@ def test_prompt_only_shapes():
     assert parse_row({"question_id": 81, "turns": ["a", "b"]}, "0", "x").user_turns == ["a", "b"]
     assert parse_row({"question_id": 81, "turns": ["a"]}, "0", "x").id == "81"
     assert parse_row({"prompt": ["a", "b"]}, "0", "x").user_turns == ["a", "b"]
-    assert parse_row({"instruction": "Add", "input": "1 2", "output": "3"}, "0", "x").messages[0] == ("user", "Add\n\n1 2")
+    assert parse_row({"instruction": "Add", "input": "1 2", "output": "3"}, "0", "x").messages[0] == (
+        "user",
+        "Add\n\n1 2",
+    )
     assert parse_row({"system": "S", "prompt": "a"}, "0", "x").messages == (("system", "S"), ("user", "a"))
 
 
@@ -69,5 +79,7 @@ def test_a_count_is_filled_with_usable_rows_in_file_order_whatever_the_bad_ones(
 
 
 def test_prompt_key_is_blind_to_case_and_spacing_and_answers():
-    keys = {parse_row({"prompt": p, "response": a}, "0", "x").prompt_key for p, a in [("Hi  you", "a"), ("hi you", "b")]}
+    keys = {
+        parse_row({"prompt": p, "response": a}, "0", "x").prompt_key for p, a in [("Hi  you", "a"), ("hi you", "b")]
+    }
     assert len(keys) == 1 and parse_row({"prompt": "hi me"}, "0", "x").prompt_key not in keys

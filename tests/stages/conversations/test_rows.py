@@ -79,7 +79,11 @@ def test_a_full_public_file_replaces_the_fixture_and_passes_the_template(tmp_pat
 
 
 def test_counts_are_reproducible_and_seeds_differ():
-    first, again, other = load_prompts("everyday", 20, 1), load_prompts("everyday", 20, 1), load_prompts("everyday", 20, 2)
+    first, again, other = (
+        load_prompts("everyday", 20, 1),
+        load_prompts("everyday", 20, 1),
+        load_prompts("everyday", 20, 2),
+    )
     assert first == again != other and len(first) == 20
 
 
