@@ -59,7 +59,9 @@ def main() -> None:
                     stages[kind].update(one.seconds)
                     if chosen is not None:
                         blocks.append(one.block_length)
-    print(f"{target.name}, drafter {options.drafter}, {options.dtype}, batch {options.batch}, {options.threads} threads")
+    print(
+        f"{target.name}, drafter {options.drafter}, {options.dtype}, batch {options.batch}, {options.threads} threads"
+    )
     print("| kind | tokens/s | " + " | ".join(f"{stage} s" for stage in STAGES) + " |")
     print("| --- " * (2 + len(STAGES)) + "|")
     for kind in stages:
