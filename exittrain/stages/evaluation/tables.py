@@ -135,7 +135,7 @@ def decode_table(metrics: Metrics, table: DecodeTable) -> Table:
         (
             "drafter", "block length (mean per prompt)", *_gain_names(table.gains_prompt_mean),
             "block length (pooled over rounds)", "1 + coverage (same rounds)", "accepted tokens (pooled)",
-            "prompts finished / attempted",
+            "finished / attempted",
         ),
         tuple(rows),
     )  # fmt: skip

@@ -113,7 +113,7 @@ def curves(rows: dict[str, list[dict[str, Any]]], shades: dict[str, str], name: 
 
 
 def by_depth(metrics: Metrics, name: str) -> str | None:
-    """P(accepted >= d) of every drafter and of the oracle, exact at the fixed contexts; measured where there are none."""
+    """P(accepted >= d) of every drafter and of the oracle: exact at the fixed contexts, or else measured."""
     tables = list(metrics.contexts) or [t for t in metrics.decode if t.verifier == metrics.decode[0].verifier]
     if not tables:
         return None
@@ -164,12 +164,14 @@ def stage_bars(timing: dict[str, Any], name: str) -> str | None:
 def draw_tree(tree: ExampleTree, name: str) -> str:
     """One draft tree: discs by reach (area), numbers beside them, and the mass that leaves at each node in colour."""
     depth, rows = _layout(tree.parents)
-    with figure(1.6 + 1.75 * (max(depth) + 1), 0.9 + 0.3 * (max(rows) + 1)) as (made, axes):
+    with figure(1.0 + 1.45 * (max(depth) + 1), 0.6 + 0.42 * (max(rows) + 1)) as (made, axes):
         axis = axes[0]
         for node in range(1, len(depth)):
-            parent = tree.parents[node]
-            width = 0.6 + 4 * tree.reach[node]
-            axis.plot([depth[parent], depth[node]], [rows[parent], rows[node]], color=FAINT, linewidth=width, zorder=1)
+            parent, bend = tree.parents[node], depth[node] - 0.3
+            axis.plot(
+                [depth[parent], bend, bend, depth[node]], [rows[parent], rows[parent], rows[node], rows[node]],
+                color=FAINT, linewidth=0.8 + 3 * tree.reach[node], solid_joinstyle="round", zorder=1,
+            )  # fmt: skip
         axis.scatter(depth, rows, s=[14 + 150 * r for r in tree.reach], color=PALETTE[0], zorder=2, linewidths=0)
         lost = [(d, r, 14 + 150 * w) for d, r, w in zip(depth, rows, tree.exit, strict=True) if w > 0.01]
         if lost:
@@ -180,7 +182,7 @@ def draw_tree(tree: ExampleTree, name: str) -> str:
             axis.text(
                 depth[node] + 0.09, rows[node] - 0.06, text[:14], fontweight="bold", va="bottom", parse_math=False
             )
-            axis.text(depth[node] + 0.09, rows[node] + 0.1, note, fontsize=7.5, va="top", parse_math=False)
+            axis.text(depth[node] + 0.09, rows[node] + 0.12, note, fontsize=7.5, va="top", parse_math=False)
         axis.set_xlim(-0.2, max(depth) + 0.95)
         axis.set_ylim(max(rows) + 0.7, -0.7)
         axis.axis("off")

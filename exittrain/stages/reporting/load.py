@@ -18,7 +18,7 @@ TREE_QUANTILES = (0.9, 0.5, 0.1)  # of coverage: a tree that catches much, one o
 
 @dataclass(frozen=True)
 class ExampleTree:
-    """One collected tree. labels: each node's token as text, root first; reach and exit as math.md section 2 has them."""
+    """One collected tree. labels: each node's token as text, root first; reach, exit: math.md section 2."""
 
     sequence_id: str
     anchor: int

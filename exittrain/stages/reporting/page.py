@@ -30,13 +30,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Part:
-    """One section; what is empty is not shown. plots and trees: (svg, caption)."""
+    """One section; what is empty is not shown. plots: (svg, caption)."""
 
     id: str
     title: str
     intro: str
     plots: Sequence[tuple[str | None, str]] = ()
-    trees: Sequence[tuple[str, str]] = ()
     tables: Sequence[Table] = ()
     folded: Sequence[Table] = ()
     folded_title: str = ""
@@ -46,7 +45,7 @@ class Part:
     @property
     def is_empty(self) -> bool:
         shown = any(plot for plot, _ in self.plots)
-        return not (shown or self.trees or self.tables or self.folded or self.facts or self.files)
+        return not (shown or self.tables or self.folded or self.facts or self.files)
 
 
 @dataclass(frozen=True)
@@ -89,9 +88,10 @@ def headline(metrics: Metrics) -> list[Line]:
         exact = isinstance(table, ContextTable)
         gains = table.gains if isinstance(table, ContextTable) else table.gains_pooled
         arms = [gain for gain in gains if metrics.info(gain.drafter).objective != "token"]
-        for (control, basis), group in _by_control(arms):
+        for group in _by_control(arms):
             best = max(group, key=lambda gain: gain.percent.value)
-            lines.append(_headline_line(table, exact, control, basis, best))
+            among = f"(best of {len(group)} arms) " if len(group) > 1 else ""
+            lines.append(_headline_line(table, exact, best, among))
     if not lines:
         best_row = [(t, max(t.drafters, key=_length)) for t in metrics.contexts or metrics.decode]
         for table, row in best_row:
@@ -102,14 +102,14 @@ def headline(metrics: Metrics) -> list[Line]:
     return lines
 
 
-def _by_control(gains: Sequence[Gain]) -> list[tuple[tuple[str, str], list[Gain]]]:
+def _by_control(gains: Sequence[Gain]) -> list[list[Gain]]:
     def key(gain: Gain) -> tuple[str, str]:
         return gain.control, gain.basis
 
-    return [(pair, list(group)) for pair, group in groupby(sorted(gains, key=key), key=key)]
+    return [list(group) for _, group in groupby(sorted(gains, key=key), key=key)]
 
 
-def _headline_line(table: ContextTable | DecodeTable, exact: bool, control: str, basis: str, best: Gain) -> Line:
+def _headline_line(table: ContextTable | DecodeTable, exact: bool, best: Gain, among: str) -> Line:
     part = best.percent
     bounds = "" if part.low is None or part.high is None else f" [{part.low:+.2f}, {part.high:+.2f}]"
     units = f"{table.num_contexts:,} contexts" if isinstance(table, ContextTable) else f"{table.common_prompts} prompts"
@@ -117,8 +117,8 @@ def _headline_line(table: ContextTable | DecodeTable, exact: bool, control: str,
         "expected block length (exact)" if exact else f"block length decoded with {getattr(table, 'verifier', '')}"
     )
     text = (
-        f"over {control} ({basis}) in {measure} at temperature {table.temperature:g}, {units} of {table.task}: "
-        f"{best.verdict}."
+        f"{among}over {best.control} ({best.basis}) in {measure} at temperature {table.temperature:g}, {units} of "
+        f"{table.task}: {best.verdict}."
     )
     return Line(f"{best.drafter} {part.value:+.2f} %{bounds}", text, TONES.get(best.verdict, ""))
 
@@ -150,8 +150,8 @@ def _gains(data: RunData, run: str) -> Part:
     ]
     return Part(
         "gains", "Does the objective pay?",
-        "Every arm starts from the same warm start. The controls train on tokens alone: one for as many steps, one for as "
-        "much time. A gain counts where its whole interval lies above zero.",
+        "Every arm starts from the same warm start. The controls train on tokens alone: one for as many steps, one for "
+        "as much time. A gain counts where its whole interval lies above zero.",
         plots, tables=[tables.context_table(metrics, table) for table in metrics.contexts],
     )  # fmt: skip
 
@@ -176,8 +176,8 @@ def _depths(data: RunData, run: str) -> Part:
     metrics = data.metrics
     return Part(
         "depths", "Where trees lose mass",
-        "The chance that at least d drafted tokens are accepted. The oracle is the best tree of this budget: the target "
-        "drafting for itself. The gap to it is what a better drafter could still win.",
+        "The chance that at least d drafted tokens are accepted. The oracle is the best tree of this budget: the "
+        "target drafting for itself. The gap to it is what a better drafter could still win.",
         [(figures.by_depth(metrics, f"{run}-depth"), "P(accepted >= d); its sum over d is the coverage.")],
         folded=[tables.depth_table(metrics, table) for table in [*metrics.contexts, *metrics.decode]],
         folded_title="Both rates, marginal and conditional, as numbers",
@@ -191,7 +191,7 @@ def _training(data: RunData, run: str) -> Part:
     seconds = data.timing.get("training_seconds", {})
     spent = [
         (
-            tables.label(data.metrics, info.name), info.objective or "", f"{info.steps or 0:,}", f"{info.sequences or 0:,}",
+            tables.label(data.metrics, info.name), info.objective or "", f"{info.steps:,}", f"{info.sequences or 0:,}",
             f"{seconds[info.name]:,.0f}" if info.name in seconds else "",
         )
         for info in data.metrics.drafters
@@ -231,9 +231,9 @@ def _trees(data: RunData, run: str) -> Part:
     ]
     return Part(
         "trees", "Trees it drew",
-        "Three collected trees, of high, middle and low coverage. Blue discs and the first number: reach, the chance that "
-        "the target passes through. Red discs and the number after the arrow: the chance that it leaves the tree there.",
-        trees=drawn,
+        "Three collected trees, of high, middle and low coverage. Blue discs and the first number: reach, the chance "
+        "that the target passes through. Red discs and the number after the arrow: the chance that it leaves there.",
+        drawn,
     )  # fmt: skip
 
 
