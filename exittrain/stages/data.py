@@ -41,7 +41,10 @@ def run_data(context: StageContext) -> None:
     """
     key = context.stage_key(STAGE)
     if is_main() and not context.run.is_done(STAGE, key):
-        text = context.recipe.data.train.kind == "text"
+        data = context.recipe.data
+        text = data.train.kind == "text"
+        if data.heldout is not None and (data.heldout.kind == "text") != text:
+            raise InputError("data.train and data.heldout must both be of kind 'text', or neither")
         train, heldout, about = _from_text(context) if text else _from_chat(context)
         _save(context, key, train, heldout, about)
     barrier()
@@ -103,8 +106,6 @@ def _from_text(context: StageContext) -> tuple[Prepared, Prepared, dict[str, Any
         raise InputError("the target has no tokenizer: text cannot be cut into tokens")
 
     def windows(source: SourceSection, held: bool, count: int | None) -> Prepared:
-        if source.kind != "text":
-            raise InputError("data.train is of kind 'text': data.heldout must be too")
         files = text_files(source.path or "stdlib")[held]
         return prepare_text(tokenizer, files, source, data.max_length, count, seed)
 

@@ -274,6 +274,12 @@ def test_text_windows_come_from_separate_files(make, tmp_path):
     assert not {one.sequence_id.split("-")[0] for one in train} & {one.sequence_id.split("-")[0] for one in held}
 
 
+def test_text_and_chat_do_not_mix(make, tmp_path):
+    chat = {"kind": "prompts", "path": prompts_file(tmp_path, 4)}
+    with pytest.raises(InputError, match="kind 'text'"):
+        run_data(make(chat, heldout={"kind": "text", "path": "stdlib"}))
+
+
 def test_split_keeps_answers_of_one_prompt_together_and_is_seeded():
     sequences = [TokenSequence(str(i), [1], [1], 0, "x", f"k{i // 2}") for i in range(20)]
     train, held = split_prompts(sequences, 0.3, 0)

@@ -24,19 +24,20 @@ GEMMA = (  # raises on a system turn and on roles that do not alternate
     "{{ raise_exception('System role not supported') }}{% endif %}"
     "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('Conversation roles must alternate') }}{% endif %}"
-    "{{ '<|start|>' + ('model' if m['role'] == 'assistant' else m['role']) }}{{ '\n' + m['content'] | trim + '<|eot|>\n' }}"
+    "{{ '<|start|>' + ('model' if m['role'] == 'assistant' else m['role']) }}"
+    "{{ '\n' + m['content'] | trim + '<|eot|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|start|>model\n' }}{% endif %}"
 )
 THINKING = (  # Qwen3's shape: earlier thoughts are dropped from history, enable_thinking decides the generation prompt
-    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m['role'] == 'user' %}"
-    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}{% set content = m['content'] %}{% if m['role'] == 'assistant' %}"
+    "{% set ns = namespace(last=-1) %}"
+    "{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% set content = m['content'] %}{% if m['role'] == 'assistant' %}{% set thought = '' %}"
     "{% if '</think>' in content %}{% set thought = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
-    "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% else %}{% set thought = '' %}{% endif %}"
+    "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
     "{% if loop.index0 > ns.last %}{% set content = '<think>\n' + thought + '\n</think>\n\n' + content %}{% endif %}"
     "{% endif %}{{ '<|im_start|>' + m['role'] + '\n' + content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
-    "{% if enable_thinking is defined and not enable_thinking %}"
-    "{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
 )
 TEMPLATES = {"chatml": CHATML, "llama": LLAMA, "gemma": GEMMA, "thinking": THINKING}
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|bos|>", "<|start|>", "<|end|>", "<|eot|>"]
