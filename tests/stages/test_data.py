@@ -14,7 +14,7 @@ from exittrain.records.files import read_json
 from exittrain.records.run_folder import RunFolder
 from exittrain.stages.context import StageContext
 from exittrain.stages.conversations.answers import Writer, fault
-from exittrain.stages.conversations.store import TokenSequence, check_manifest, read_sequences
+from exittrain.stages.conversations.store import TokenSequence, read_sequences
 from exittrain.stages.data import run_data, show_samples, split_prompts
 
 CHATML = (
@@ -286,21 +286,6 @@ def test_split_keeps_answers_of_one_prompt_together_and_is_seeded():
     assert len(held) == 6 and not {one.prompt_key for one in train} & {one.prompt_key for one in held}
     assert split_prompts(sequences, 0.3, 0) == (train, held) != split_prompts(sequences, 0.3, 1)
     assert [len(part) for part in split_prompts(sequences[:1], 0.5, 0)] == [1, 0]
-
-
-def test_a_manifest_of_another_target_is_refused(make, tmp_path):
-    context = make({"kind": "prompts", "path": prompts_file(tmp_path, 4)})
-    run_data(context)
-    assert check_manifest(context.run, context.target())["seed"] == 0
-
-    class Other:
-        name = "other"
-
-        def fingerprint(self) -> str:
-            return "0"
-
-    with pytest.raises(InputError, match="not for this other"):
-        check_manifest(context.run, Other())
 
 
 def test_samples_are_shown(make, tmp_path, capsys):

@@ -128,7 +128,8 @@ class ChatRenderer:
         if not turns:
             raise Refused("no assistant turn")
         whole = self._ids(turns)
-        mask, masked = [0] * len(whole), {}
+        mask = [0] * len(whole)
+        masked: dict[str, int] = {}
         answers = [k for k, (role, _) in enumerate(turns) if role == "assistant"]
         for k in answers:
             last = k == answers[-1]

@@ -6,11 +6,8 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from exittrain.errors import InputError
-from exittrain.records.files import read_json, write_text
-from exittrain.records.run_folder import RunFolder
+from exittrain.records.files import write_text
 from exittrain.records.schema import sequence_features
 from exittrain.records.shards import read_rows, write_rows
 from exittrain.stages.conversations.messages import Conversation
@@ -58,18 +55,3 @@ def write_conversations(path: Path, conversations: Iterable[Conversation]) -> No
         for one in conversations
     ]
     write_text(path, "".join(line + "\n" for line in lines))
-
-
-def check_manifest(run: RunFolder, target: Any) -> dict[str, Any]:
-    """The data stage's manifest, after checking that it was made for this very target.
-
-    Raises:
-        InputError: no data, or token ids made for another target (weights, tokenizer or template).
-    """
-    manifest: dict[str, Any] = read_json(run.path / "data" / "manifest.json")
-    if manifest["target"]["fingerprint"] != target.fingerprint():
-        raise InputError(
-            f"{run.path / 'data'} was made for {manifest['target']['name']}, not for this {target.name}: "
-            "run `exittrain data` again"
-        )
-    return manifest
