@@ -39,8 +39,8 @@ class ChatRenderer:
     """Renders messages with one tokenizer, one template and one policy; the same object serves training and evaluation.
 
     system: "template" (whatever the template does by itself), "none" (the template's default system turn is cut out) or
-    the text of a system turn given to conversations that have none. system_turns: what happens to the data's own
-    (keep, merge into the first user turn, drop, fail). supervise: train "all" assistant turns or the "last".
+    the text of a system turn given to conversations that have none. system_turns: what happens to system turns (keep,
+    merge into the first user turn, drop the data's own, fail on them). supervise: train "all" assistant turns or the "last".
 
     Raises:
         InputError: no chat template; a template that cannot do what the policy asks.
@@ -91,16 +91,16 @@ class ChatRenderer:
     def with_policy(self, messages: Messages) -> list[tuple[str, str]]:
         """Messages after the system policy: what is rendered, and what conversations.jsonl shows."""
         turns = list(messages)
-        if turns and turns[0][0] == "system":
-            if self.system_turns == "fail":
-                raise InputError("a conversation has a system turn and data.system_turns is 'fail'")
-            if self.system_turns == "merge":
-                (_, system), (role, first) = turns[:2]
-                turns[:2] = [(role, f"{system}\n\n{first}")]
-            elif self.system_turns == "drop":
-                turns = turns[1:]
-        if turns and turns[0][0] != "system" and self.system not in ("template", "none"):
+        own = turns[0][0] == "system"
+        if own and self.system_turns == "fail":
+            raise InputError("a conversation has a system turn and data.system_turns is 'fail'")
+        if own and self.system_turns == "drop":
+            turns = turns[1:]
+        if turns[0][0] != "system" and self.system not in ("template", "none"):
             turns.insert(0, ("system", self.system))
+        if turns[0][0] == "system" and self.system_turns == "merge":
+            (_, system), (role, first) = turns[:2]
+            turns[:2] = [(role, f"{system}\n\n{first}")]
         return turns
 
     def prompt(self, messages: Messages) -> list[int]:

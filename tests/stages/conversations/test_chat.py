@@ -116,6 +116,8 @@ def test_a_template_that_refuses_system_turns_names_the_remedy(renderer):
         renderer("gemma").render(own)
     assert renderer("gemma", system_turns="drop").render(own) == renderer("gemma").render(TALK)
     assert sum(renderer("gemma", system_turns="merge").render(own).loss_mask) > 0
+    given = renderer("gemma", system_turns="merge", system="Be kind.").prompt(TALK[:1])
+    assert given == renderer("gemma").prompt([("user", f"Be kind.\n\n{TALK[0][1]}")])
 
 
 @pytest.mark.parametrize("call", ["strftime_now('%d %b %Y')", "strftime_now('%Y')"])
