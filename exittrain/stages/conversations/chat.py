@@ -40,7 +40,8 @@ class ChatRenderer:
 
     system: "template" (whatever the template does by itself), "none" (the template's default system turn is cut out) or
     the text of a system turn given to conversations that have none. system_turns: what happens to system turns (keep,
-    merge into the first user turn, drop the data's own, fail on them). supervise: train "all" assistant turns or the "last".
+    merge into the first user turn, drop the data's own, fail on them). supervise: train "all" assistant turns or the
+    "last".
 
     Raises:
         InputError: no chat template; a template that cannot do what the policy asks.
