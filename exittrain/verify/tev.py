@@ -47,14 +47,14 @@ class Tev(FixedVerifier):
         draws = _uniforms(len(trees), generators, sampling).to(target_logits.device)
         edges, miss, row_of, rows = _edges(trees, target_logits, sampling)
         exits = reach_by_level(trees, edges) * miss
-        nodes = _pick_rows(exits, draws[:, 0])
+        nodes = pick_rows(exits, draws[:, 0])
         at = torch.arange(len(trees), device=nodes.device)
         row = row_of[at, nodes]
         leaf = (row < 0).nonzero().flatten()
         chosen = rows[row]  # children already taken out
         chosen[leaf] = log_weights(target_logits[leaf, nodes[leaf]], sampling).to(chosen.dtype)
         weights = (chosen - chosen.amax(-1, keepdim=True)).exp().double()
-        return BatchVerdict(nodes, _pick_rows(weights, draws[:, 1]))
+        return BatchVerdict(nodes, pick_rows(weights, draws[:, 1]))
 
     def _verify_merged(
         self, trees: TreeBatch, target_logits: Tensor, sampling: Sampling, generators: Generators
@@ -116,7 +116,7 @@ def _uniforms(num_trees: int, generators: Generators, sampling: Sampling) -> Ten
     )
 
 
-def _pick_rows(weights: Tensor, uniforms: Tensor) -> Tensor:
+def pick_rows(weights: Tensor, uniforms: Tensor) -> Tensor:
     """[B]: an index of each row of weights [B, n] by inverse CDF, never one of weight 0."""
     total = weights.cumsum(1)
     index = torch.searchsorted(total, (uniforms * total[:, -1])[:, None], right=True)[:, 0]

@@ -93,12 +93,34 @@ def untied_law(seed: int, vocab: int) -> Law:
     width=st.integers(1, 6),
     grain=st.sampled_from([1, 2, 12]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_best_first_is_the_heaps_tree(seed: int, vocab: int, budget: int, depth: int, width: int, grain: int) -> None:
     laws = [random_law(seed + i, vocab, grain, zeros=0.2, sure=0.3) for i in range(4)]
     draft = get_builder("best_first")(TableSession(laws), TreeShape(budget, depth, width))
     for law, tree in zip(laws, draft.trees.trees(), strict=True):  # DraftTree checks parents first, siblings apart
         assert pairs(tree) == heap_tree(law, budget, depth, width)
+
+
+def dyadic_law(seed: int) -> Law:
+    """Powers of one half only, whose float logarithms add up exactly: ties across levels."""
+
+    def law(prefix: Prefix) -> list[Fraction]:
+        rng = random.Random(seed_for("dyadic", seed, *prefix))
+        exponents = rng.choice([[0], [1, 1], [1, 2, 2], [2, 2, 2, 2]])
+        probs = [Fraction(1, 2**exponent) for exponent in exponents] + [Fraction(0)] * (4 - len(exponents))
+        rng.shuffle(probs)
+        return probs
+
+    return law
+
+
+@given(seed=st.integers(0, 10**6), budget=st.integers(1, 14), depth=st.integers(2, 6))
+@settings(max_examples=80, deadline=None)
+def test_ties_across_levels_go_by_parent_order(seed: int, budget: int, depth: int) -> None:
+    laws = [dyadic_law(seed + i) for i in range(4)]
+    draft = get_builder("best_first")(TableSession(laws), TreeShape(budget, depth, 4))
+    for law, tree in zip(laws, draft.trees.trees(), strict=True):
+        assert pairs(tree) == heap_tree(law, budget, depth, 4)
 
 
 @pytest.mark.parametrize("name", BUILDERS)

@@ -13,7 +13,9 @@ from exittrain.errors import InputError
 from exittrain.law.sampling import Sampling, process_logits
 from exittrain.tree.batch import TreeBatch
 from exittrain.tree.draft_tree import DraftTree
+from exittrain.verify.fixed import pick
 from exittrain.verify.registry import VERIFIERS, get_verifier
+from exittrain.verify.tev import pick_rows
 
 NAMES = ["tev", "predraw", "residual"]
 SERVING = [Sampling(), Sampling(0.5), Sampling(2.0, top_k=3), Sampling(0.7, top_p=0.8), Sampling(0.1, top_p=0.9)]
@@ -132,6 +134,16 @@ def test_same_seed_same_tokens_and_inputs_untouched(name: str) -> None:
     ]
     assert (int(runs[0].nodes), int(runs[0].bonus_tokens)) == (int(runs[1].nodes), int(runs[1].bonus_tokens))
     assert torch.equal(own, before)
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.25, 0.5, 1 - 2**-53])
+def test_no_draw_falls_on_weight_zero(uniform: float) -> None:
+    """cases.md 39: at the edges of the uniform's range and exactly between two weights."""
+    weights = torch.tensor([0.0, 0.1, 0.0, 0.1, 0.2, 0.0], dtype=torch.float64)
+    wanted = {0.0: 1, 0.25: 3, 0.5: 4}.get(uniform, 4)
+    assert pick(weights.numpy(), uniform) == wanted
+    uniforms = torch.tensor([uniform, uniform], dtype=torch.float64)
+    assert pick_rows(weights.expand(2, -1), uniforms).tolist() == [wanted, wanted]
 
 
 def test_bare_roots_and_half_precision() -> None:
