@@ -116,6 +116,7 @@ class Collector:
             scored = draw_and_score(
                 target, self._drafter, sequences.tokens, tree_sequence, anchors, group,
                 shape, self._context.sampling, self._context.recipe.tree.builder,
+                whole=self._section.top_k_logprobs > 0,
             )  # fmt: skip
             names = [sequences.ids[i] for i in tree_sequence[group].tolist()]
             for row, record in zip(group.tolist(), self._records(scored, names, anchors[group].tolist()), strict=True):
@@ -155,15 +156,13 @@ class Collector:
     def _top_k(self, scored: ScoredTrees) -> tuple[Tensor, Tensor, Tensor]:
         """The target's k likeliest tokens at every node: ids, log-probabilities [R, M, k]; the others' mass [R, M]."""
         k, target = min(self._section.top_k_logprobs, self._target.vocab_size), self._target
-        shape = scored.trees.token_ids.shape
-        if k == 0:
-            nothing = torch.zeros((*shape, 0))
-            return nothing, nothing, nothing
-        flat, ids, values, tails = scored.hidden.flatten(0, 1), [], [], []
-        for start, stop in row_chunks(len(flat), target.vocab_size):
-            logprobs = process_logits(target.head(flat[start:stop]), self._context.sampling)
-            best, tokens = top_tokens(logprobs, k)
-            ids.append(tokens)
-            values.append(best)
-            tails.append((1 - best.double().exp().sum(-1)).clamp(0, 1).float())
-        return torch.cat(ids).view(*shape, k), torch.cat(values).view(*shape, k), torch.cat(tails).view(shape)
+        count, size = scored.edges.shape
+        ids = torch.zeros((count * size, k), dtype=torch.int64, device=target.device)
+        values, tail = torch.zeros(ids.shape, device=target.device), torch.zeros(count * size, device=target.device)
+        if k:
+            for start, stop in row_chunks(len(scored.hidden), target.vocab_size):
+                logprobs = process_logits(target.head(scored.hidden[start:stop]), self._context.sampling)
+                rows = scored.edges.rows[start:stop]
+                values[rows], ids[rows] = top_tokens(logprobs, k)
+                tail[rows] = (1 - values[rows].double().exp().sum(-1)).clamp(0, 1).float()
+        return ids.view(count, size, k), values.view(count, size, k), tail.view(count, size)

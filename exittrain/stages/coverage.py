@@ -16,7 +16,7 @@ from exittrain.build.base import TreeShape
 from exittrain.build.registry import get_builder
 from exittrain.law.exit_law import ExitLaw, batch_exit_law
 from exittrain.law.sampling import Sampling
-from exittrain.stages.training.scoring import score_edges
+from exittrain.stages.training.scoring import Edges, score_edges, tree_edges
 from exittrain.stages.training.trees import anchor_groups, group_inputs, max_trees
 from exittrain.tree.batch import TreeBatch
 
@@ -45,10 +45,11 @@ class Coverage:
 @dataclass(frozen=True, eq=False)
 class ScoredTrees:
     """One group's trees with the target's law: `rows` [R'] says which anchors of the whole they belong to;
-    hidden [R', M, H]: the target's states at the nodes."""
+    hidden [P, H]: the target's states at `edges.rows`."""
 
     rows: Tensor
     trees: TreeBatch
+    edges: Edges
     hidden: Tensor
     edge_logprobs: Tensor
     law: ExitLaw
@@ -97,14 +98,19 @@ def draw_and_score(
     shape: TreeShape,
     sampling: Sampling,
     builder: str = "best_first",
+    whole: bool = False,
 ) -> ScoredTrees:
-    """The drafter's trees at the anchors `rows` and the target's exit law on them."""
+    """The drafter's trees at the anchors `rows` and the target's exit law on them.
+
+    Leaves are not run through the target, their reach is read at their parents; `whole` runs them too.
+    """
     inputs = group_inputs(sequences, tree_sequence, anchors, rows)
     trees = get_builder(builder)(drafter.session(*inputs, sampling), shape).trees
     used, local, positions = inputs
-    hidden = target.tree_hidden(used, trees, local, positions)
-    scores = score_edges(target.head, hidden, trees, sampling, target.vocab_size)
-    return ScoredTrees(rows, trees, hidden, scores.edge_logprobs, batch_exit_law(trees, scores.edge_logprobs))
+    edges = tree_edges(trees, trees.valid if whole else None)
+    hidden = target.tree_hidden(used, edges.inner, local, positions).flatten(0, 1)[edges.places]
+    edge_logprobs, _ = score_edges(target.head, hidden, edges, sampling, target.vocab_size)
+    return ScoredTrees(rows, trees, edges, hidden, edge_logprobs, batch_exit_law(trees, edge_logprobs))
 
 
 @torch.no_grad()

@@ -163,26 +163,28 @@ class DrafterTask:
     ) -> MicroBatch:
         loss, target = self._loss, self._target
         sequences = [self._sequences.tokens[i] for i in indices]
-        packed = pack(sequences, trees, tree_sequence, anchors, self._drafter.model.dtype)
         on_rows, use_kl = get_objective(loss.objective).on == "rows", loss.token_loss == "kl"
+        edges = tree_edges(trees, trees.valid & (trees.depths < loss.depth_limit) if on_rows else None)
+        packed = pack(sequences, edges.inner, tree_sequence, anchors, self._drafter.model.dtype)
         hidden, logits = None, None
         if stored_edges is not None and not on_rows:  # what the shards hold is enough
             along = target.sequence_hidden(sequences, TARGET_TOKENS) if use_kl else None
-            edges, edge_logprobs = tree_edges(trees), stored_edges
+            edge_logprobs = stored_edges
         else:
-            inputs = (sequences, trees, tree_sequence, anchors, TARGET_TOKENS)
+            inputs = (sequences, edges.inner, tree_sequence, anchors, TARGET_TOKENS)
             along, at_nodes = target.hidden_with_trees(*inputs) if use_kl else (None, target.tree_hidden(*inputs))
-            wanted = trees.valid & (trees.depths < loss.depth_limit) if on_rows else None
-            scores = score_edges(target.head, at_nodes, trees, loss.sampling, target.vocab_size, wanted, keep=on_rows)
-            edges, edge_logprobs, logits = scores.edges, scores.edge_logprobs, scores.logits
-            hidden = at_nodes.flatten(0, 1)[edges.rows] if on_rows and logits is None else None
+            hidden = at_nodes.flatten(0, 1)[edges.places]
+            edge_logprobs, logits = score_edges(
+                target.head, hidden, edges, loss.sampling, target.vocab_size, keep=on_rows
+            )
         law = batch_exit_law(trees, edge_logprobs)
         terms = node_terms(loss.objective, trees, law, loss.normaliser, loss.depth_limit)
         columns = packed.tree_sequence[:, None] * packed.input_ids.shape[1] + packed.columns
         nodes = NodeTargets(
-            columns.flatten()[edges.rows], edges,
+            columns.flatten()[edges.places], edges,
             terms.row_weights.float().flatten()[edges.rows] if on_rows else None, terms.row_loss,
-            None if on_rows else terms.edge_weights.float().flatten()[edges.nodes], hidden, logits,
+            None if on_rows else terms.edge_weights.float().flatten()[edges.nodes],
+            hidden if on_rows and logits is None else None, logits,
         )  # fmt: skip
         counts = {"nodes": terms.denominator, "trees": float(len(trees)), "coverage": float(law.coverage.sum())}
         return self._batch(indices, packed, along, nodes, counts)

@@ -15,7 +15,7 @@ from exittrain.models.packed import pack
 from exittrain.models.target import TargetModel
 from exittrain.runtime.ranks import all_reduce_sums, rank, world_size
 from exittrain.stages.coverage import coverage_of
-from exittrain.stages.training.scoring import score_edges
+from exittrain.stages.training.scoring import score_edges, tree_edges
 from exittrain.stages.training.sequences import SequenceSet, choose_anchors
 from exittrain.stages.training.trees import StoredTrees, anchor_groups, draw_trees, max_trees, move_trees, take_trees
 from exittrain.tree.batch import TreeBatch
@@ -70,12 +70,13 @@ def staleness(
         used, local = torch.unique(owner[part], return_inverse=True)
         inputs = [sequences[i] for i in used.tolist()]
         trees = move_trees(take_trees(stored.trees, part), drafter.model.device)
-        packed = pack(inputs, trees, local, stored.anchors[part], drafter.model.dtype)
-        hidden = packed.gather(drafter.tree_hidden(packed))
-        now = score_edges(drafter.head, hidden, trees, sampling.for_drafting(), drafter.model.vocab_size)
+        edges = tree_edges(trees)
+        packed = pack(inputs, edges.inner, local, stored.anchors[part], drafter.model.dtype)
+        hidden = packed.gather(drafter.tree_hidden(packed)).flatten(0, 1)[edges.places]
+        now, _ = score_edges(drafter.head, hidden, edges, sampling.for_drafting(), drafter.model.vocab_size)
         drafted = trees.valid & (trees.depths > 0)
         assert trees.draft_logprobs is not None  # records have them
-        change += float((now.edge_logprobs - trees.draft_logprobs.double())[drafted].abs().sum())
+        change += float((now - trees.draft_logprobs.double())[drafted].abs().sum())
         nodes += int(drafted.sum())
         today = draw_trees(drafter, inputs, local, stored.anchors[part], shape, sampling, builder)
         kept += sum(len(old & new) for old, new in zip(_paths(trees), _paths(today), strict=True))

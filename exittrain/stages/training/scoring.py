@@ -22,28 +22,57 @@ Head = Callable[[Tensor], Tensor]  # hidden [..., H] -> raw float32 logits [...,
 
 @dataclass(frozen=True, eq=False)
 class Edges:
-    """The drafted nodes of a batch of trees as edges out of their parents' rows.
+    """The drafted nodes of R trees as edges out of their parents, and what a model has to be run on to score them.
 
-    rows [P]: flat index (tree * M + node) of every row, ascending; nodes [E]: flat index of each drafted node, in the
-    order of its parent's row; row_of [E]: that row's place in `rows`, ascending; tokens [E].
+    rows [P]: flat index (tree * M + node) of the nodes whose distribution is wanted, ascending; nodes [E]: flat index
+    of each drafted node, in the order of its parent's row; row_of [E]: that row's place in `rows`, ascending; tokens
+    [E]. inner: the trees without the nodes that are no rows (leaves: their token is read at their parent), M' wide;
+    places [P]: flat index (tree * M' + node) of each row there. shape: (R, M).
     """
 
     rows: Tensor
     nodes: Tensor
     row_of: Tensor
     tokens: Tensor
+    inner: TreeBatch
+    places: Tensor
+    shape: tuple[int, int]
 
 
 def tree_edges(trees: TreeBatch, rows: Tensor | None = None) -> Edges:
-    """Edges of all trees. rows [R, M] bool: whose distribution is wanted, default (and least): nodes with a child."""
-    size = trees.token_ids.shape[1]
+    """Edges of all trees. rows [R, M] bool: whose distribution is wanted, default (and least): nodes with a child.
+
+    With a node its ancestors must be wanted.
+    """
+    count, size = trees.token_ids.shape
     wanted = trees.has_children() if rows is None else rows
     flat_rows = wanted.flatten().nonzero().flatten()
     nodes = (trees.valid & (trees.depths > 0)).flatten().nonzero().flatten()
     parents = (nodes // size) * size + trees.parents.flatten()[nodes]
     parents, order = parents.sort(stable=True)
     nodes = nodes[order]
-    return Edges(flat_rows, nodes, torch.searchsorted(flat_rows, parents), trees.token_ids.flatten()[nodes])
+    inner, place = _only(trees, wanted)
+    places = (flat_rows // size) * inner.token_ids.shape[1] + place.flatten()[flat_rows]
+    row_of = torch.searchsorted(flat_rows, parents)
+    return Edges(flat_rows, nodes, row_of, trees.token_ids.flatten()[nodes], inner, places, (count, size))
+
+
+def _only(trees: TreeBatch, wanted: Tensor) -> tuple[TreeBatch, Tensor]:
+    """The trees' roots and wanted nodes alone, in their order, and each node's new column [R, M]."""
+    keep = trees.valid & (wanted | (trees.depths == 0))
+    counts = keep.sum(1, keepdim=True)
+    size = int(counts.max()) if len(trees) else 1
+    order = keep.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :size]
+    valid, place = torch.arange(size, device=keep.device) < counts, keep.cumsum(1) - 1
+
+    def taken(values: Tensor) -> Tensor:
+        return torch.where(valid, values.gather(1, order), 0)
+
+    parents = place.gather(1, taken(trees.parents).clamp(min=0))
+    depths = taken(trees.depths)
+    parents = torch.where(valid & (depths > 0), parents, 0)
+    parents[:, 0] = -1
+    return TreeBatch(taken(trees.token_ids), parents, depths, valid), place
 
 
 def row_chunks(num_rows: int, vocab_size: int) -> list[tuple[int, int]]:
@@ -64,41 +93,24 @@ def edge_chunks(edges: Edges, vocab_size: int) -> Iterator[tuple[int, int, slice
         first = last
 
 
-@dataclass(frozen=True, eq=False)
-class Scores:
-    """edge_logprobs [R, M] float64: log p of each node's token at its parent, 0 at roots and padding; logits [P, V]
-    float32: the raw logits at `edges.rows`, where they were asked for and small enough to keep."""
-
-    edges: Edges
-    edge_logprobs: Tensor
-    logits: Tensor | None
-
-
 @torch.no_grad()
 def score_edges(
-    head: Head,
-    hidden: Tensor,
-    trees: TreeBatch,
-    sampling: Sampling,
-    vocab_size: int,
-    rows: Tensor | None = None,
-    keep: bool = False,
-) -> Scores:
+    head: Head, hidden: Tensor, edges: Edges, sampling: Sampling, vocab_size: int, keep: bool = False
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Log-probabilities of the drafted tokens under a model (math.md section 2: log p_par(v)(x_v)).
 
-    hidden [R, M, H]: the model's last hidden states at the nodes. Only rows with children get logits, unless `rows`
-    [R, M] bool asks for more; `keep` keeps those rows' logits if they fit KEEP_BYTES.
+    hidden [P, H]: the model's last hidden states at the rows. Returns [R, M] float64, 0 at roots and padding, and with
+    `keep` the rows' raw logits [P, V] float32 if they fit KEEP_BYTES, else None.
     """
-    edges = tree_edges(trees, rows)
-    flat = hidden.flatten(0, 1)
-    keep = keep and edges.rows.numel() * vocab_size * 4 <= KEEP_BYTES
+    keep = keep and len(hidden) * vocab_size * 4 <= KEEP_BYTES
     values, kept = [], []
     for start, stop, part in edge_chunks(edges, vocab_size):
-        logits = head(flat[edges.rows[start:stop]])
+        logits = head(hidden[start:stop])
         values.append(process_logits(logits, sampling)[edges.row_of[part] - start, edges.tokens[part]])
         if keep:
             kept.append(logits)
-    result = torch.zeros(trees.token_ids.numel(), dtype=torch.float64, device=hidden.device)
+    count, size = edges.shape
+    result = torch.zeros(count * size, dtype=torch.float64, device=hidden.device)
     if values:
         result[edges.nodes] = torch.cat(values).double()
-    return Scores(edges, result.view(trees.token_ids.shape), torch.cat(kept) if kept else None)
+    return result.view(edges.shape), torch.cat(kept) if kept else None
