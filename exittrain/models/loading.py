@@ -96,7 +96,8 @@ def _load(source: str, shown: str, dtype: torch.dtype, attention: str, **extra: 
                     f"{shown} is no local folder and cannot be had from the hub{guess}; "
                     "check the name and the network, or give a local folder"
                 ) from error
-            raise InputError(f"{shown} cannot be loaded as a causal LM: {_first_line(error)}") from error
+            remedy = "; if the file is damaged or cut short, get it again" if "gguf_file" in extra else ""
+            raise InputError(f"{shown} cannot be loaded as a causal LM: {_first_line(error)}{remedy}") from error
         module, info = loaded
         if missing := sorted(info["missing_keys"]):
             raise InputError(f"{shown} lacks {len(missing)} weights, first {missing[0]}; they would be random numbers")

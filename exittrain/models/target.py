@@ -5,7 +5,7 @@ Shapes: S sequences, R trees, N drafted nodes, M = N+1, L tokens of the longest 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,10 @@ from exittrain.models.packed import pad_rows
 from exittrain.models.session import CacheSession, open_session, prefixes
 from exittrain.tree.batch import TreeBatch
 from exittrain.tree.draft_tree import DraftTree, as_ids
+
+# Rows through the head at once, and nodes of one cache row run at once: beyond these, only memory and masked-out
+# attention grow.
+_HEAD_ROWS, _ROW_NODES = 256, 512
 
 
 class TargetModel(CausalModel):
@@ -83,13 +87,18 @@ class TargetModel(CausalModel):
         # How a tree was drawn does not matter for its scores, so mixed lists may share the batch.
         batch = TreeBatch.from_trees([_undrawn(tree) for _, _, tree in flat], self.device)
         rows, places = torch.tensor([s for s, _, _ in flat]), torch.tensor([anchor for _, anchor, _ in flat])
-        hidden = self.tree_hidden(sequences, batch, rows, places, max_tokens)
-        scored: list[list[Tensor]] = [[] for _ in trees]
-        for (s, _, tree), states in zip(flat, hidden, strict=True):
-            with torch.no_grad():
-                logits = self.head(states[: tree.num_nodes + 1])
-            scored[s].append(process_logits(logits, sampling or Sampling()))
-        return scored
+        _, hidden = self.hidden_with_trees(sequences, batch, rows, places, max_tokens)
+        scores = iter(self._logprobs(hidden, [tree.num_nodes + 1 for _, _, tree in flat], sampling or Sampling()))
+        return [[next(scores) for _ in row] for row in trees]
+
+    @torch.no_grad()
+    def _logprobs(self, hidden: Tensor, sizes: list[int], sampling: Sampling) -> Iterator[Tensor]:
+        """The first sizes[r] rows of hidden [R, M, H] through the head, several trees at a time: [sizes[r], V] each."""
+        step = max(1, _HEAD_ROWS // hidden.shape[1])
+        for first in range(0, len(sizes), step):
+            part = sizes[first : first + step]
+            rows = torch.cat([hidden[first + index, :size] for index, size in enumerate(part)])
+            yield from (one.clone() for one in torch.split(process_logits(self.head(rows), sampling), part))
 
     def _check_tree(self, sequence: Tensor, anchor: int, tree: DraftTree) -> None:
         if not 0 <= anchor < len(sequence):
@@ -163,7 +172,7 @@ class TargetModel(CausalModel):
         num_nodes, context = trees.token_ids.shape[1] - 1, cache.num_columns
         if num_nodes == 0 or not len(members):
             return
-        step = max(1, max_tokens // (cache.num_rows * num_nodes))
+        step = max(1, min(max_tokens // cache.num_rows, _ROW_NODES) // num_nodes)
         for first in range(0, grid.width, step):
             chosen = (grid.place >= first) & (grid.place < first + step)
             chunk, part = members[chosen], Grid(grid.rows[chosen], cache.num_rows)
