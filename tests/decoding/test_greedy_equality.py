@@ -1,11 +1,14 @@
 """At temperature 0 every drafter, tree, verifier and budget gives the tokens of plain greedy decoding, exactly."""
 
+import copy
+
 import pytest
 import torch
 
-from exittrain import decode
+from exittrain import TargetModel, decode
+from exittrain.drafters.layers import copy_layers
 
-NEW = 40
+NEW = 25
 
 
 @pytest.fixture(scope="module")
@@ -76,3 +79,19 @@ def test_a_hopeless_drafter_is_never_accepted(target, drafters, prompts, expecte
         del worst.head
     assert [out.token_ids for out in outs] == expected
     assert all(r.block_length == 1 and r.num_nodes == 16 for out in outs for r in out.rounds)
+
+
+def test_coverage_at_temperature_zero_is_the_accepted_depth(target, drafters, prompts):
+    for out in greedy(target, drafters["near"], prompts[:3], record_coverage=True):
+        assert [r.coverage for r in out.rounds] == [r.num_accepted for r in out.rounds]
+
+
+def test_half_precision_stays_within_rounding_of_the_argmax(target, drafters, prompts):
+    """bfloat16 rounds a tree's rows and a plain forward's differently, so near-ties may flip; nothing more may."""
+    half = TargetModel(copy.deepcopy(target.module).to(torch.bfloat16), None, "half", verify=False)
+    for prompt, out in zip(prompts, greedy(half, copy_layers(half, 2), prompts), strict=True):
+        with torch.no_grad():
+            logits = half.module(torch.tensor([[*prompt, *out.token_ids]])).logits[0, len(prompt) - 1 : -1].float()
+        chosen = logits.gather(1, torch.tensor(out.token_ids)[:, None])[:, 0]
+        spread = logits.amax(1) - logits.amin(1)
+        assert float(((logits.amax(1) - chosen) / spread).max()) < 0.05
