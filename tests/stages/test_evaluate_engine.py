@@ -18,7 +18,7 @@ from exittrain.stages import evaluate as stage
 from exittrain.stages.conversations.store import TokenSequence
 from exittrain.stages.evaluation import engine
 from exittrain.stages.evaluation.schema import Metrics
-from exittrain.stages.evaluation.tasks import choose_contexts, heldout_task
+from exittrain.stages.evaluation.tasks import EvalPrompt, Task, choose_contexts, heldout_task
 
 VOCAB = 23
 SHAPE = TreeShape(budget=6, depth=3, width=3)
@@ -172,6 +172,19 @@ def test_speed_is_in_timing_and_nowhere_else(target, drafters, tmp_path):
     assert "second" not in (tmp_path / "out" / "metrics.json").read_text()
 
 
+def test_benchmarks_get_contexts_from_the_targets_own_answers(target, drafters, tmp_path, monkeypatch):
+    prompts = tuple(EvalPrompt(f"p{i}", tuple(range(1, 5 + i))) for i in range(3))
+    monkeypatch.setattr(stage, "make_tasks", lambda *_: [Task("bench", prompts, "made up")])
+    settings = EvalSection(tasks=["bench"], contexts=9, decode=False, max_new_tokens=6, bootstrap=20)
+    metrics = run(target, drafters, tmp_path, settings)
+    (table,) = metrics.contexts
+    assert (table.task, table.num_contexts, table.num_sequences) == ("bench", 9, 3)
+    assert metrics.decode == [] and table.oracle_block_length is not None
+    before = (tmp_path / "out" / "metrics.json").read_bytes()
+    run(target, drafters, tmp_path, settings)
+    assert (tmp_path / "out" / "metrics.json").read_bytes() == before
+
+
 def test_contexts_are_spread_and_nested():
     task = heldout_task(sequences(), None)
     few, more = (choose_contexts(task.sequences, n, seed=0) for n in (6, 14))
@@ -185,7 +198,7 @@ def test_contexts_are_spread_and_nested():
 def test_user_mistakes_name_the_remedy(target, drafters, tmp_path):
     with pytest.raises(InputError, match="held-out data"):
         stage.evaluate_drafters(target, drafters, EvalSection(tasks=["heldout"]), tmp_path)
-    with pytest.raises(InputError, match=r"eval\.contexts"):
+    with pytest.raises(InputError, match=r"eval\.tasks"):
         stage.evaluate_drafters(target, drafters, EvalSection(contexts=5), tmp_path)
     with pytest.raises(InputError, match="control 'x'"):
         stage.evaluate_drafters(target, drafters, SETTINGS, tmp_path, control="x")

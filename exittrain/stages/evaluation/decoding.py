@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from exittrain.build.base import TreeShape
-from exittrain.decoding.loop import decode
+from exittrain.decoding.loop import decode, generate
 from exittrain.decoding.result import Decoded
 from exittrain.errors import InputError
 from exittrain.law.sampling import Sampling
@@ -20,7 +20,7 @@ from exittrain.models.target import TargetModel
 from exittrain.runtime.progress import progress_bar
 from exittrain.runtime.signals import StopFlag
 from exittrain.stages.evaluation.measures import Trace
-from exittrain.stages.evaluation.results import DecodeResult
+from exittrain.stages.evaluation.results import AnswerResult, DecodeResult
 from exittrain.stages.evaluation.tasks import EvalPrompt, Task
 
 if TYPE_CHECKING:
@@ -89,6 +89,25 @@ def decode_cell(
             note = f"block length {sum(blocks) / len(blocks):.2f}" if blocks else ""
             bar.advance(settings.max_new_tokens * len(batch), note)
     return DecodeResult(tuple(traces), skipped, dict(seconds))
+
+
+def plain_answers(
+    target: TargetModel, task: Task, sampling: Sampling, max_new_tokens: int, seed: int, stop: StopFlag
+) -> AnswerResult:
+    """The target's own answers, one stream a prompt; a prompt without room gets none."""
+    answers: dict[str, list[int]] = {}
+    usable = [p for p in task.prompts if why_skipped(p, target.max_positions, max_new_tokens) is None]
+    with progress_bar(len(usable) * max_new_tokens, f"eval {task.name}, the target's answers", "tokens") as bar:
+
+        def advance(num_tokens: int) -> None:
+            stop.raise_if_set()
+            bar.advance(num_tokens)
+
+        generators = [generator_for(seed, "eval", "answer", task.name, p.id) for p in usable]
+        found = generate(target, [p.token_ids for p in usable], sampling, max_new_tokens, generators, advance, 16)
+        for prompt, decoded in zip(usable, found, strict=True):
+            answers[prompt.id] = decoded.token_ids
+    return AnswerResult(answers)
 
 
 def _decode(

@@ -15,8 +15,9 @@ from exittrain.models.target import TargetModel
 from exittrain.records.schema import CODE_VERSION
 from exittrain.runtime.signals import StopFlag
 from exittrain.stages.evaluation.contexts import ContextSet, measure_contexts, measure_oracle, measure_verifiers
-from exittrain.stages.evaluation.decoding import DecodeSettings, decode_cell, measure_speed, why_skipped
+from exittrain.stages.evaluation.decoding import DecodeSettings, decode_cell, measure_speed, plain_answers, why_skipped
 from exittrain.stages.evaluation.results import (
+    AnswerResult,
     CellStore,
     Comparison,
     ContextResult,
@@ -25,7 +26,7 @@ from exittrain.stages.evaluation.results import (
     VerifierResult,
     cell_key,
 )  # fmt: skip
-from exittrain.stages.evaluation.tasks import HELDOUT, Task, choose_contexts
+from exittrain.stages.evaluation.tasks import Task, answered, choose_contexts
 
 if TYPE_CHECKING:
     from exittrain.drafters.base import Drafter
@@ -89,117 +90,127 @@ class Results:
     speed: dict[str, SpeedResult]
 
 
+@dataclass(frozen=True)
+class Subject:
+    """The drafter whose turn it is; its fingerprint is computed once."""
+
+    name: str
+    drafter: Drafter
+    fingerprint: str
+
+
 class Engine:
     """`run()` measures every entrant on every task. A cell that is on disk under the same key is not measured again."""
 
     def __init__(self, target: TargetModel, setup: Setup, tasks: Sequence[Task], folder: Path, stop: StopFlag) -> None:
+        settings = setup.settings
         self.target, self.setup, self.stop = target, setup, stop
-        self.tasks = [task for task in tasks if task.prompts] if setup.settings.decode else []
         self.store = CellStore(folder / "cells")
-        self.heldout = next((task for task in tasks if task.name == HELDOUT), None)
-        self.contexts = self._contexts()
-        if not self.tasks and self.contexts is None:
+        self.tasks = [task for task in tasks if task.prompts] if settings.decode else []
+        self.measured = [task for task in tasks if task.sequences or task.prompts] if settings.contexts else []
+        if not self.tasks and not self.measured:
             raise InputError(
-                "nothing to evaluate: set eval.contexts (coverage without decoding) or eval.tasks with eval.decode true"
+                "nothing to evaluate: name eval.tasks, and set eval.decode to true or eval.contexts to a count"
             )
-
-    def _contexts(self) -> ContextSet | None:
-        count = self.setup.settings.contexts
-        if count is None:
-            return None
-        if self.heldout is None or not self.heldout.sequences:
-            raise InputError("eval.contexts needs held-out sequences: evaluate a run, or leave eval.contexts out")
-        chosen = choose_contexts(self.heldout.sequences, count, self.setup.seed)
-        return ContextSet.of(self.heldout.sequences, chosen)
 
     def run(self, entrants: Sequence[Entrant]) -> Results:
         """Raises Interrupted when a signal came: run again to go on."""
         results = Results({}, {}, {}, {}, {}, {})
-        for temperature in self.setup.settings.temperatures:
-            if self.contexts is not None and self.setup.settings.oracle:
-                cell = Cell(HELDOUT, temperature)
-                results.oracles[cell] = self._oracle(cell)
+        contexts = {task: self._contexts(task) for task in map(self._answered, self.measured)}
+        for task, places in contexts.items():
+            for temperature in self.setup.settings.temperatures if self.setup.settings.oracle else ():
+                cell = Cell(task.name, temperature)
+                results.oracles[cell] = self._oracle(task, places, cell)
         for entrant in entrants:
             self.stop.raise_if_set()
-            self._entrant(entrant, entrant.load(), results)
+            self._entrant(entrant, entrant.load(), contexts, results)
         return results
 
-    def _entrant(self, entrant: Entrant, drafter: Drafter, results: Results) -> None:
+    def _entrant(self, entrant: Entrant, drafter: Drafter, contexts: dict[Task, ContextSet], results: Results) -> None:
         drafter.model.module.eval()
-        results.fingerprints[entrant.name] = drafter.fingerprint()
+        subject = Subject(entrant.name, drafter, drafter.fingerprint())
+        results.fingerprints[entrant.name] = subject.fingerprint
         for temperature in self.setup.settings.temperatures:
-            if self.contexts is not None:
-                cell = Cell(HELDOUT, temperature)
-                results.contexts.setdefault(cell, {})[entrant.name] = self._context_cell(entrant, drafter, cell)
+            for task, places in contexts.items():
+                cell = Cell(task.name, temperature)
+                results.contexts.setdefault(cell, {})[entrant.name] = self._context_cell(subject, task, places, cell)
                 if entrant.name == self.setup.pattern and len(self._rules(temperature)) > 1:
-                    table = results.verifiers.setdefault(cell, {})
-                    table[entrant.name] = self._verifier_cell(entrant, drafter, cell)
+                    result = self._verifier_cell(subject, task, places, cell)
+                    results.verifiers.setdefault(cell, {})[entrant.name] = result
             for task in self.tasks:
                 for verifier in self.setup.settings.verifiers:
                     cell = Cell(task.name, temperature, verifier)
-                    table_of = results.decoded.setdefault(cell, {})
-                    table_of[entrant.name] = self._decode_cell(entrant, drafter, task, cell)
+                    results.decoded.setdefault(cell, {})[entrant.name] = self._decode_cell(subject, task, cell)
         if self.tasks and self.setup.settings.speed:
-            results.speed[entrant.name] = self._speed(entrant, drafter)
+            results.speed[entrant.name] = self._speed(subject)
 
     def _rules(self, temperature: float) -> list[str]:
         """Verifiers to set side by side; at temperature 0 they all take the argmax path."""
         return [] if temperature == 0 else self.setup.settings.verifiers
 
-    def _key(self, kind: str, drafter: Drafter | None, task: Task, cell: Cell, **extra: Any) -> str:
+    def _key(self, kind: str, subject: Subject | None, task: Task, cell: Cell, **extra: Any) -> str:
         """Everything that decides a cell's numbers; names of drafters and folders do not."""
         setup = self.setup
         return cell_key({
             "kind": kind, "code": CODE_VERSION, "target": self.target.fingerprint(),
-            "drafter": None if drafter is None else drafter.fingerprint(), "task": task.fingerprint(),
+            "drafter": None if subject is None else subject.fingerprint, "task": task.fingerprint(),
             "cell": vars(cell), "builder": setup.builder, "shape": vars(setup.shape), "seed": setup.seed,
             "sampling": vars(setup.at(cell.temperature)), **extra,
         })  # fmt: skip
 
-    def _oracle(self, cell: Cell) -> ContextResult:
-        assert self.contexts is not None and self.heldout is not None
-        contexts, setup = self.contexts, self.setup
-        key = self._key("oracle", None, self.heldout, cell, count=setup.settings.contexts)
+    def _answered(self, task: Task) -> Task:
+        """A benchmark gets the target's own answers (sampled plainly, at the first temperature) to grow trees in."""
+        if task.sequences:
+            return task
+        cell, length = Cell(task.name, self.setup.settings.temperatures[0]), self.setup.settings.max_new_tokens
+        sampling, seed = self.setup.at(cell.temperature), self.setup.seed
+        made = self.store.get(
+            AnswerResult, self._key("answers", None, task, cell, max_new_tokens=length),
+            lambda: plain_answers(self.target, task, sampling, length, seed, self.stop),
+        )  # fmt: skip
+        return answered(task, made.answers)
+
+    def _contexts(self, task: Task) -> ContextSet:
+        count = self.setup.settings.contexts
+        assert count is not None  # `measured` is empty otherwise
+        return ContextSet.of(task.sequences, choose_contexts(task.sequences, count, self.setup.seed))
+
+    def _oracle(self, task: Task, places: ContextSet, cell: Cell) -> ContextResult:
+        sampling, name = self.setup.at(cell.temperature), f"eval oracle, {task.name}, temperature {cell.temperature:g}"
         return self.store.get(
-            ContextResult, key,
-            lambda: measure_oracle(
-                self.target, contexts, setup.shape, setup.at(cell.temperature), self.stop,
-                f"eval oracle, temperature {cell.temperature:g}",
-            ),
+            ContextResult, self._key("oracle", None, task, cell, count=len(places)),
+            lambda: measure_oracle(self.target, places, self.setup.shape, sampling, self.stop, name),
         )  # fmt: skip
 
-    def _context_cell(self, entrant: Entrant, drafter: Drafter, cell: Cell) -> ContextResult:
-        assert self.contexts is not None and self.heldout is not None
-        contexts, setup = self.contexts, self.setup
-        key = self._key("contexts", drafter, self.heldout, cell, count=setup.settings.contexts)
+    def _context_cell(self, subject: Subject, task: Task, places: ContextSet, cell: Cell) -> ContextResult:
+        setup, sampling = self.setup, self.setup.at(cell.temperature)
+        name = f"eval {subject.name}, {task.name}, temperature {cell.temperature:g}"
         return self.store.get(
-            ContextResult, key,
+            ContextResult, self._key("contexts", subject, task, cell, count=len(places)),
             lambda: measure_contexts(
-                self.target, drafter, contexts, setup.builder, setup.shape, setup.at(cell.temperature), self.stop,
-                f"eval {entrant.name}, temperature {cell.temperature:g}",
+                self.target, subject.drafter, places, setup.builder, setup.shape, sampling, self.stop, name
             ),
         )  # fmt: skip
 
-    def _verifier_cell(self, entrant: Entrant, drafter: Drafter, cell: Cell) -> VerifierResult:
-        assert self.contexts is not None and self.heldout is not None
+    def _verifier_cell(self, subject: Subject, task: Task, places: ContextSet, cell: Cell) -> VerifierResult:
         setup, rules = self.setup, self._rules(cell.temperature)
-        some = self.contexts.select(self.contexts.spread(VERIFIER_CONTEXTS))
-        key = self._key("verifiers", drafter, self.heldout, cell, rules=rules, count=len(some), draws=VERIFIER_DRAWS)
+        some = places.select(places.spread(VERIFIER_CONTEXTS))
+        key = self._key("verifiers", subject, task, cell, rules=rules, count=len(some), draws=VERIFIER_DRAWS)
         return self.store.get(
             VerifierResult, key,
             lambda: measure_verifiers(
-                self.target, drafter, some, rules, setup.builder, setup.shape, setup.at(cell.temperature),
-                VERIFIER_DRAWS, setup.seed, self.stop, f"eval {entrant.name}, verifiers side by side",
+                self.target, subject.drafter, some, rules, setup.builder, setup.shape, setup.at(cell.temperature),
+                VERIFIER_DRAWS, setup.seed, self.stop, f"eval {subject.name}, verifiers side by side",
             ),
         )  # fmt: skip
 
-    def _decode_cell(self, entrant: Entrant, drafter: Drafter, task: Task, cell: Cell) -> DecodeResult:
+    def _decode_cell(self, subject: Subject, task: Task, cell: Cell) -> DecodeResult:
         settings = self._decode_settings(cell)
         fixed = {"max_new_tokens": settings.max_new_tokens, "batch_size": settings.batch_size}
-        key = self._key("decode", drafter, task, cell, **fixed)
-        description = f"eval {entrant.name}, {task.name}, temperature {cell.temperature:g}, {cell.verifier}"
+        key = self._key("decode", subject, task, cell, **fixed)
+        description = f"eval {subject.name}, {task.name}, temperature {cell.temperature:g}, {cell.verifier}"
         return self.store.get(
-            DecodeResult, key, lambda: decode_cell(self.target, drafter, task, settings, self.stop, description)
+            DecodeResult, key, lambda: decode_cell(self.target, subject.drafter, task, settings, self.stop, description)
         )
 
     def _decode_settings(self, cell: Cell) -> DecodeSettings:
@@ -209,20 +220,20 @@ class Engine:
             setup.settings.batch_size, setup.seed,
         )  # fmt: skip
 
-    def _speed(self, entrant: Entrant, drafter: Drafter) -> SpeedResult:
+    def _speed(self, subject: Subject) -> SpeedResult:
         task = self.tasks[0]
         cell = Cell(task.name, self.setup.settings.temperatures[0], self.setup.settings.verifiers[0])
         settings = self._decode_settings(cell)
-        positions = min(self.target.max_positions, drafter.model.max_positions)
+        positions = min(self.target.max_positions, subject.drafter.model.max_positions)
         usable = [p for p in task.prompts if why_skipped(p, positions, settings.max_new_tokens) is None]
         if not usable:
             raise InputError(f"task {task.name}: no prompt leaves room for {settings.max_new_tokens} new tokens")
         prompts = usable[:SPEED_PROMPTS]
-        key = self._key("speed", drafter, task, cell, prompts=len(prompts), max_new_tokens=settings.max_new_tokens)
-        description = f"eval {entrant.name}, speed against plain decoding"
+        key = self._key("speed", subject, task, cell, prompts=len(prompts), max_new_tokens=settings.max_new_tokens)
+        description = f"eval {subject.name}, speed against plain decoding"
         return self.store.get(
             SpeedResult, key,
             lambda: SpeedResult(
-                measure_speed(self.target, drafter, task, prompts, settings, self.stop, description)
+                measure_speed(self.target, subject.drafter, task, prompts, settings, self.stop, description)
             ),
         )  # fmt: skip

@@ -19,7 +19,7 @@ from exittrain.errors import InputError
 from exittrain.records.files import read_json, write_json
 from exittrain.stages.evaluation.measures import Floats, Trace
 
-Result = TypeVar("Result", bound="ContextResult | DecodeResult | VerifierResult | SpeedResult")
+Result = TypeVar("Result", bound="ContextResult | DecodeResult | VerifierResult | AnswerResult | SpeedResult")
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,20 @@ class VerifierResult:
             for name in ("expected", "measured")
         )
         return cls(tuple(data["sequence_ids"]), data["draws"], expected, measured, dict(data["seconds"]))
+
+
+@dataclass(frozen=True)
+class AnswerResult:
+    """The target's own plain answers to a task's prompts: new token ids by prompt."""
+
+    answers: dict[str, list[int]]
+
+    def to_json(self) -> dict[str, Any]:
+        return self.answers
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> AnswerResult:
+        return cls({prompt: list(tokens) for prompt, tokens in data.items()})
 
 
 @dataclass(frozen=True)

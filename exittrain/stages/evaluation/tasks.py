@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -77,6 +77,19 @@ def benchmark_task(name: str, render: Render, count: int | None, seed: int) -> T
     prompts = load_prompts(name, count, seed)
     rendered = tuple(EvalPrompt(p.id, tuple(render(p.messages))) for p in prompts)
     return Task(name, rendered, ", ".join(sorted({p.source for p in prompts})))
+
+
+def answered(task: Task, answers: Mapping[str, Sequence[int]]) -> Task:
+    """A benchmark with the target's own answers as sequences: trees may then grow anywhere in them."""
+    sequences = tuple(
+        HeldoutSequence(
+            p.id, torch.tensor([*p.token_ids, *answers[p.id]]),
+            tuple(range(len(p.token_ids) - 1, len(p.token_ids) + len(answers[p.id]) - 1)), len(p.token_ids),
+        )
+        for p in task.prompts
+        if answers.get(p.id)
+    )  # fmt: skip
+    return replace(task, sequences=sequences)
 
 
 def choose_contexts(sequences: Sequence[HeldoutSequence], count: int, seed: int) -> list[Context]:

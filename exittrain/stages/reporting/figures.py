@@ -28,6 +28,7 @@ STYLE: dict[str, Any] = {
     "axes.edgecolor": FAINT, "axes.labelcolor": INK, "text.color": INK, "xtick.color": INK, "ytick.color": INK,
     "axes.grid": True, "grid.color": FAINT, "grid.linewidth": 0.5, "axes.axisbelow": True, "legend.frameon": False,
     "figure.facecolor": "none", "axes.facecolor": "none", "savefig.facecolor": "none", "lines.linewidth": 1.8,
+    "axes.formatter.useoffset": False,
 }  # fmt: skip
 
 
@@ -108,7 +109,8 @@ def curves(rows: dict[str, list[dict[str, Any]]], shades: dict[str, str], name: 
             axis.set_title(title)
             axis.set_xlabel("step")
         handles = {text: line for axis in axes for line, text in zip(*axis.get_legend_handles_labels(), strict=True)}
-        made.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(6, len(handles)))
+        if len(rows) > 1:
+            made.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(6, len(handles)))
         return svg(made, name, "Training curves of all arms")
 
 

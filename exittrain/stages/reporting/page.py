@@ -246,7 +246,7 @@ def _provenance(data: RunData) -> Part:
         ("versions", ", ".join(f"{name} {number}" for name, number in origin.get("versions", {}).items())),
         (
             "machine",
-            ", ".join(str(hardware[k]) for k in ("cpu", "cpus", "gpus") if hardware.get(k)) or data.timing["hardware"],
+            f"{hardware['cpu']}, {hardware['cpus']} cores" if "cpu" in hardware else data.timing["hardware"],
         ),
         ("target", data.metrics.target_fingerprint),
         *((f"drafter {info.name}", info.fingerprint) for info in data.metrics.drafters),
