@@ -110,13 +110,19 @@ def _distinct(folders: list[str]) -> list[str]:
 
 def report(
     runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run folders (or one recipe).")],
+    output: Annotated[str, typer.Option(help="Where a page about several runs goes.")] = "runs/report.html",
     plan: PlanOption = False,
 ) -> None:
-    """Tables, plots and trees of one run as one self-contained HTML file."""
-    for run in runs:
-        context = run_verb(["report"], run, None, plan)
-        if context is not None:
-            typer.echo(context.run.path / "report" / "index.html")
+    """Tables, plots and trees of one run, or of several, as one self-contained HTML file."""
+    if len(runs) == 1 or plan:
+        for run in runs:
+            context = run_verb(["report"], run, None, plan)
+            if context is not None:
+                typer.echo(context.run.path / "report" / "index.html")
+        return
+    from exittrain.stages.report import report as write_report
+
+    typer.echo(write_report(runs, output))
 
 
 def generate(

@@ -7,7 +7,8 @@ SLURM's variables are not looked at, since an interactive allocation sets them f
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -20,8 +21,22 @@ Answer = TypeVar("Answer")
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+_alone = False
+
+
 def is_distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
+    return dist.is_available() and dist.is_initialized() and not _alone
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Inside, this process counts as the only one: what the main rank does by itself while the others wait for it."""
+    global _alone
+    before, _alone = _alone, True
+    try:
+        yield
+    finally:
+        _alone = before
 
 
 def rank() -> int:
@@ -39,7 +54,7 @@ def world_size() -> int:
 
 
 def _launched() -> bool:
-    return all(os.environ.get(name, "").isdigit() for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    return not _alone and all(os.environ.get(name, "").isdigit() for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
 
 
 def setup(device: torch.device) -> None:

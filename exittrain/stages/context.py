@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -144,7 +145,8 @@ def key_parts(context: StageContext, name: str) -> dict[str, Any]:
     serving = {"sampling": recipe.sampling.model_dump(), "tree": recipe.tree.model_dump()}
     if name == "target":
         target = recipe.target
-        return {"section": target.model_dump(), "seed": recipe.seed, "files": file_hash(target.model)}
+        source = data_hash(target.scratch.corpus) if target.scratch else file_hash(target.model)
+        return {"section": target.model_dump(), "seed": recipe.seed, "files": source}
     if name == "data":
         sources = [source.path for source in (recipe.data.train, recipe.data.heldout) if source is not None]
         files = [data_hash(path) for path in sources]
@@ -188,6 +190,8 @@ def data_hash(path: str | None) -> str | None:
     """`file_hash` of a data source: a file, a folder, or a prompt set by name (its YAML and the file it reads)."""
     from exittrain.stages.prompts import known_sets, read_set
 
+    if path == "stdlib":
+        return f"stdlib of Python {platform.python_version()}"
     if path is None or Path(path).exists():
         return file_hash(path)
     name = path.partition(":")[0]

@@ -78,9 +78,12 @@ def run_stage(context: StageContext, name: str) -> None:
     if status == "done":
         return
     module, function = FUNCTIONS[name]
-    if ranks.is_main() or name not in ALONE:
-        stage: Callable[[StageContext], None] = getattr(import_module(f"exittrain.stages.{module}"), function)
+    stage: Callable[[StageContext], None] = getattr(import_module(f"exittrain.stages.{module}"), function)
+    if name not in ALONE:
         stage(context)
+    elif ranks.is_main():
+        with ranks.alone():
+            stage(context)
     if ranks.is_main() and context.run.stored_key(name) != key:
         context.run.finish(name, key)
     ranks.barrier()

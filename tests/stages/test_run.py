@@ -1,0 +1,186 @@
+"""All stages of the tiny recipe: resume, keys, damage, lock, disk, signals. One shared run serves most of the tests."""
+
+from __future__ import annotations
+
+import shutil
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from exittrain.config.load import load_recipe
+from exittrain.config.schema import Recipe
+from exittrain.errors import InputError, Interrupted
+from exittrain.records.files import read_json
+from exittrain.records.run_folder import RunFolder
+from exittrain.runtime.lock import hold
+from exittrain.stages import plan
+from exittrain.stages import run as run_module
+from exittrain.stages.context import StageContext, file_hash
+from exittrain.stages.run import run_all, run_stages
+
+TINY = Path(__file__).resolve().parents[1] / "fixtures/tiny.yaml"
+SMALL = [
+    "target.scratch.steps=3", "warmup.steps=2", "train.steps=2", "train.save_every=1", "eval.prompts_per_task=2",
+    "eval.contexts=8", "eval.max_new_tokens=6", "eval.temperatures=[1.0]", "eval.speed=false",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dozen files of the standard library: enough text, quickly tokenised."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for file in sorted((Path(sysconfig.get_paths()["stdlib"]) / "json").glob("*.py")):
+        shutil.copy(file, folder)
+    shutil.copy(Path(sysconfig.get_paths()["stdlib"]) / "textwrap.py", folder)
+    return folder
+
+
+def recipe_of(corpus: Path, *overrides: str) -> Recipe:
+    local = [f"target.scratch.corpus={corpus}", f"data.train.path={corpus}"]
+    return load_recipe(TINY, [*local, *SMALL, *overrides])
+
+
+@pytest.fixture(scope="module")
+def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    run_all(StageContext(recipe_of(corpus), RunFolder(folder)))
+    return folder
+
+
+@pytest.fixture
+def copy(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "tiny"))
+
+
+def redone(capsys: pytest.CaptureFixture[str], recipe: Recipe, folder: Path) -> dict[str, str]:
+    capsys.readouterr()
+    run_all(StageContext(recipe, RunFolder(folder)))
+    lines = [line for line in capsys.readouterr().err.splitlines() if ": " in line]
+    states = {line.partition(": ")[0]: line.partition(": ")[2] for line in reversed(lines)}
+    return {stage: states[stage] for stage in ("target", "data", "warmup", "collect", "train", "eval", "report")}
+
+
+def test_a_run_is_complete(finished: Path) -> None:
+    for stage in ("target", "data", "warmup", "collect", "train", "eval", "report"):
+        assert read_json(finished / stage / "DONE.json")["files"]
+    assert {"recipe.yaml", "provenance.json"} <= {path.name for path in finished.iterdir()}
+    assert (finished / "report" / "index.html").stat().st_size > 1000
+    assert not list(finished.rglob(".tmp-*"))
+
+
+def test_second_run_does_nothing(capsys: pytest.CaptureFixture[str], corpus: Path, copy: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in copy.rglob("*.json") if "provenance" not in path.name}
+    assert set(redone(capsys, recipe_of(corpus), copy).values()) == {"done"}
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+
+
+def test_changed_recipe_redoes_what_depends_on_it(capsys: pytest.CaptureFixture[str], corpus: Path, copy: Path) -> None:
+    token = (copy / "train/token/DONE.json").read_bytes()
+    states = redone(capsys, recipe_of(corpus, "train.arms.reach_kl.weight=0.5"), copy)
+    assert [stage for stage, state in states.items() if state == "done"] == ["target", "data", "warmup", "collect"]
+    assert "has changed" in states["train"] and "has changed" in states["eval"]
+    assert (copy / "train/token/DONE.json").read_bytes() == token
+
+
+def test_damage_is_named_and_repaired(capsys: pytest.CaptureFixture[str], corpus: Path, copy: Path) -> None:
+    shard = copy / "collect/shard-00001-of-00003.parquet"
+    whole, metrics = shard.read_bytes(), (copy / "eval/metrics.json").read_bytes()
+    shard.write_bytes(whole[:-7])
+    states = redone(capsys, recipe_of(corpus), copy)
+    assert "shard-00001-of-00003.parquet" in states["collect"] and "again" in states["collect"]
+    assert shard.read_bytes() == whole
+    assert (copy / "eval/metrics.json").read_bytes() == metrics
+
+
+def test_a_stage_alone_needs_what_it_stands_on(corpus: Path, tmp_path: Path) -> None:
+    context = StageContext(recipe_of(corpus), RunFolder(tmp_path / "none"))
+    with pytest.raises(InputError, match="stage 'target' has not been run"):
+        run_stages(context, ["warmup"])
+
+
+def test_no_section_no_stage(corpus: Path, tmp_path: Path) -> None:
+    context = StageContext(recipe_of(corpus, "collect=null", "train.arms.exit.source=on_policy"), RunFolder(tmp_path))
+    with pytest.raises(InputError, match="no 'collect' section"):
+        run_stages(context, ["collect"])
+
+
+def test_two_runs_on_one_folder_refuse_one_another(corpus: Path, tmp_path: Path) -> None:
+    with hold(tmp_path), pytest.raises(InputError, match="is in use by process"):
+        run_all(StageContext(recipe_of(corpus), RunFolder(tmp_path)))
+
+
+def test_too_little_disk_stops_before_the_start(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    with pytest.raises(InputError, match="GiB are free"):
+        run_all(StageContext(recipe_of(corpus), RunFolder(tmp_path / "run")))
+    assert [path.name for path in (tmp_path / "run").rglob("*")] == [".lock"]
+
+
+@pytest.mark.parametrize("stage", ["warmup", "collect", "train", "eval"])
+def test_a_signal_leaves_a_run_that_goes_on_to_the_same_numbers(
+    corpus: Path, copy: Path, finished: Path, stage: str
+) -> None:
+    shutil.rmtree(copy / stage)
+    context = StageContext(recipe_of(corpus), RunFolder(copy))
+    context.stop.set("SIGTERM")
+    with pytest.raises(Interrupted):
+        run_module.run_stage(context, stage)
+    run_all(StageContext(recipe_of(corpus), RunFolder(copy)))
+    for name in ("metrics.json", "rounds.jsonl"):
+        assert without_clock(copy / "eval" / name) == without_clock(finished / "eval" / name)
+
+
+def without_clock(path: Path) -> object:
+    if path.suffix == ".json":
+        return path.read_bytes()
+    import json
+
+    return [{k: v for k, v in json.loads(line).items() if "seconds" not in k} for line in path.read_text().splitlines()]
+
+
+KEYED = {
+    "target.scratch.steps=9": "target",
+    "seed=1": "target",
+    "data.max_length=40": "data",
+    "data.generation.temperature=0.5": "data",
+    "drafter.shape.num_layers=2": "warmup",
+    "warmup.lr=1e-5": "warmup",
+    "sampling.temperature=0.5": "warmup",
+    "tree.budget=5": "collect",
+    "collect.anchors_per_sequence=2": "collect",
+    "train.lr=1e-5": "train",
+    "train.arms.exit.weight=2.0": "train",
+    "eval.bootstrap=300": "eval",
+}
+ORDER = ["target", "data", "warmup", "collect", "train", "eval", "report"]
+
+
+@pytest.mark.parametrize("override", KEYED)
+def test_a_change_changes_the_keys_downstream_and_no_others(corpus: Path, override: str) -> None:
+    before, after = (StageContext(recipe_of(corpus, *extra), RunFolder("x")) for extra in ((), (override,)))
+    changed = [stage for stage in ORDER if before.stage_key(stage) != after.stage_key(stage)]
+    assert changed == ORDER[ORDER.index(KEYED[override]) :]
+
+
+def test_keys_follow_files_and_code(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = Path(shutil.copytree(corpus, tmp_path / "corpus"))
+    assert file_hash(str(other)) == file_hash(str(corpus))
+    key = StageContext(recipe_of(other), RunFolder("x")).stage_key("data")
+    (other / "textwrap.py").write_text("changed")
+    assert StageContext(recipe_of(other), RunFolder("x")).stage_key("data") != key
+    key = StageContext(recipe_of(corpus), RunFolder("x")).stage_key("target")
+    monkeypatch.setattr("exittrain.stages.context.CODE_VERSION", 99)
+    assert StageContext(recipe_of(corpus), RunFolder("x")).stage_key("target") != key
+
+
+def test_adding_an_arm_leaves_the_others(corpus: Path) -> None:
+    before = StageContext(recipe_of(corpus), RunFolder("x"))
+    after = StageContext(recipe_of(corpus, "train.arms.extra={objective: reach}"), RunFolder("x"))
+    assert before.stage_key("train") != after.stage_key("train")
+    assert before.stage_key("train/token") == after.stage_key("train/token")
+
+
+def test_logging_is_not_part_of_a_key(corpus: Path) -> None:
+    quiet = StageContext(recipe_of(corpus, "train.log_every=50", "tracking.project=x"), RunFolder("x"))
+    assert quiet.stage_key("report") == StageContext(recipe_of(corpus), RunFolder("x")).stage_key("report")
