@@ -77,20 +77,22 @@ class SequenceSet:
 def _epoch(lengths: tuple[int, ...], batch_size: int, seed: int, epoch: int) -> list[list[int]]:
     generator = generator_for(seed, "order", epoch)
     order = torch.randperm(len(lengths), generator=generator).tolist()
-    batches = []
-    for start in range(0, len(order), BUCKET * batch_size):
-        bucket = sorted(order[start : start + BUCKET * batch_size], key=lambda i: lengths[i])
+    size, batches = _bucket(len(lengths), batch_size), []
+    for start in range(0, len(order), size):
+        bucket = sorted(order[start : start + size], key=lambda i: lengths[i])
         batches += [bucket[i : i + batch_size] for i in range(0, len(bucket), batch_size)]
     return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
+
+
+def _bucket(count: int, batch_size: int) -> int:
+    """A whole number of batches, and few enough that an epoch has several buckets: else all epochs had the same ones."""
+    return batch_size * max(1, min(BUCKET, count // (4 * batch_size)))
 
 
 def batch_at(lengths: tuple[int, ...], batch_size: int, seed: int, step: int) -> list[int]:
     """Indices of the sequences of optimiser step `step` (0-based). Each epoch sees every sequence once, batches of like
     length together; the last batch of an epoch may be smaller."""
-    per_epoch = sum(
-        -(-min(BUCKET * batch_size, len(lengths) - start) // batch_size)
-        for start in range(0, len(lengths), BUCKET * batch_size)
-    )
+    per_epoch = -(-len(lengths) // batch_size)
     return _epoch(lengths, batch_size, seed, step // per_epoch)[step % per_epoch]
 
 
