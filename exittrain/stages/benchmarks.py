@@ -162,7 +162,7 @@ def _verifying(sizes: BenchmarkSizes, repeats: int, device: str | torch.device) 
     def everywhere() -> list[int]:
         """The plain way: softmax and one draw at every node, then the walk down."""
         drawn = torch.multinomial(process_logits(logits[0], Sampling()).exp(), 1)[:, 0].tolist()
-        node, path = 0, []
+        node, path = 0, list[int]()
         while True:
             step = [child for child in tree.children(node) if int(tree.token_ids[child]) == drawn[node]]
             if not step:

@@ -22,9 +22,10 @@ from exittrain.law.seeding import generator_for
 from exittrain.models.target import TargetModel
 from exittrain.runtime.progress import Bar, progress_bar
 from exittrain.runtime.signals import StopFlag
-from exittrain.stages.coverage import anchor_groups, coverage_of
+from exittrain.stages.coverage import coverage_of
 from exittrain.stages.evaluation.results import ContextResult, VerifierResult
 from exittrain.stages.evaluation.tasks import Context, HeldoutSequence
+from exittrain.stages.training.trees import anchor_groups
 from exittrain.tree.batch import TreeBatch
 from exittrain.verify.registry import get_verifier
 
@@ -57,7 +58,7 @@ class ContextSet:
 
     def group(self, rows: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
         """(sequences, tree_sequence, anchors) of some rows, only the sequences they need."""
-        used, local = self.tree_sequence[rows].unique(return_inverse=True)
+        used, local = torch.unique(self.tree_sequence[rows], return_inverse=True)
         return [self.sequences[index] for index in used.tolist()], local, self.anchors[rows]
 
     def spread(self, count: int) -> Tensor:
@@ -130,7 +131,7 @@ def measure_verifiers(
     seconds = dict.fromkeys(verifiers, 0.0)
     step = max(1, LOGITS // (target.vocab_size * (shape.budget + 1)))
     with progress_bar(len(contexts), description, "contexts") as bar:
-        for rows in torch.arange(len(contexts)).split(min(step, 64)):
+        for rows in torch.split(torch.arange(len(contexts)), min(step, 64)):
             group = contexts.group(rows)
             trees = get_builder(builder)(drafter.session(*group, sampling.for_drafting()), shape).trees
             logits = target.head(target.tree_hidden(group[0], trees, group[1], group[2]))

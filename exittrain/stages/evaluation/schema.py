@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from exittrain.stages.evaluation.intervals import Estimate
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION: Literal[1] = 1
 # Beyond a ten-millionth nothing is measured; rounding keeps the file readable and equal between equal runs.
 Number = Annotated[float, AfterValidator(lambda value: round(value, 7))]
 
@@ -156,7 +156,7 @@ class Settings(Part):
 
 
 class Metrics(Part):
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[1] = 1
     name: str
     target_fingerprint: str
     settings: Settings

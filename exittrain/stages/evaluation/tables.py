@@ -80,7 +80,7 @@ def gain_columns(gains: Sequence[Gain]) -> list[tuple[str, str]]:
 
 
 def gain_cells(gains: Sequence[Gain], drafter: str) -> list[str]:
-    found = {(gain.control, gain.basis): gain for gain in gains if gain.drafter == drafter}
+    found: dict[tuple[str, str], Gain] = {(g.control, g.basis): g for g in gains if g.drafter == drafter}
     return [percent(found.get(column)) for column in gain_columns(gains)]
 
 
@@ -91,7 +91,7 @@ def _gain_names(gains: Sequence[Gain]) -> list[str]:
 def label(metrics: Metrics, drafter: str) -> str:
     """`reach_kl (arm, 400 steps)`."""
     info = metrics.info(drafter)
-    words = [] if info.role in (drafter, "drafter") else [info.role]
+    words: list[str] = [] if info.role in (drafter, "drafter") else [info.role]
     words += [f"{info.steps:,} steps"] if info.steps is not None else []
     return f"{drafter} ({', '.join(words)})" if words else drafter
 
@@ -238,7 +238,8 @@ def main_tables(metrics: Metrics, timing: dict[str, Any]) -> list[Table]:
 
 def all_tables(metrics: Metrics, timing: dict[str, Any]) -> list[Table]:
     """The printed tables and accepted tokens by depth."""
-    return main_tables(metrics, timing) + [depth_table(metrics, t) for t in [*metrics.contexts, *metrics.decode]]
+    measured: list[ContextTable | DecodeTable] = [*metrics.contexts, *metrics.decode]
+    return main_tables(metrics, timing) + [depth_table(metrics, table) for table in measured]
 
 
 def markdown(metrics: Metrics, timing: dict[str, Any]) -> str:

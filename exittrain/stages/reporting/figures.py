@@ -14,15 +14,14 @@ from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from exittrain.stages.evaluation.schema import Gain, Metrics
+from exittrain.stages.evaluation.schema import ContextTable, DecodeTable, Gain, Metrics
 from exittrain.stages.reporting.load import ExampleTree
 
 INK, FAINT = "#010203", "#010204"  # stand-ins that become the page's own colours
 PALETTE = ("#3987c9", "#e08a2e", "#2f9f6e", "#c0538f", "#8b6fd6", "#c9483c", "#3fa0a8", "#9a8a3c")
-STYLE: dict[str, Any] = {
+STYLE: Any = {
     "svg.hashsalt": "exittrain", "svg.fonttype": "none", "font.size": 10, "axes.titlesize": 10.5,
     "axes.titlelocation": "left", "axes.titleweight": "bold", "axes.spines.top": False, "axes.spines.right": False,
     "axes.edgecolor": FAINT, "axes.labelcolor": INK, "text.color": INK, "xtick.color": INK, "ytick.color": INK,
@@ -45,7 +44,7 @@ def svg(made: Figure, name: str, description: str) -> str:
     buffer = io.StringIO()
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # the reader's font has it
-        FigureCanvasSVG(made).print_svg(buffer, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+        made.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     text = buffer.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text)
@@ -114,12 +113,8 @@ def curves(rows: dict[str, list[dict[str, Any]]], shades: dict[str, str], name: 
         return svg(made, name, "Training curves of all arms")
 
 
-def by_depth(metrics: Metrics, name: str) -> str | None:
-    """P(accepted >= d) of every drafter and of the oracle: exact at the fixed contexts, or else measured."""
-    tables = list(metrics.contexts) or [t for t in metrics.decode if t.verifier == metrics.decode[0].verifier]
-    if not tables:
-        return None
-    shades = colours(metrics)
+def by_depth(tables: Sequence[ContextTable | DecodeTable], shades: dict[str, str], name: str) -> str:
+    """P(accepted >= d) of every drafter, and of the oracle where it was measured; a panel a table."""
     with figure(min(11.0, 3.7 * len(tables)), 3.2, len(tables), share=True) as (made, axes):
         for axis, table in zip(axes, tables, strict=True):
             deepest = 1
@@ -127,8 +122,8 @@ def by_depth(metrics: Metrics, name: str) -> str | None:
                 points = [(d.depth, d.marginal) for d in row.depths]
                 deepest = max(deepest, len(points))
                 if points:
-                    line = {"marker": "o", "markersize": 3.5, "color": shades[row.drafter], "label": row.drafter}
-                    axis.plot(*zip(*points, strict=True), **line)
+                    colour = shades[row.drafter]
+                    axis.plot(*zip(*points, strict=True), marker="o", markersize=3.5, color=colour, label=row.drafter)
             oracle = [(d.depth, d.marginal) for d in getattr(table, "oracle_depths", [])][:deepest]
             if oracle:
                 axis.plot(*zip(*oracle, strict=True), "--", color=INK, linewidth=1.2, label="oracle")

@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from itertools import groupby
-from typing import Any
+from typing import TypeVar
 
 import jinja2
 
 from exittrain.stages.evaluation import tables
-from exittrain.stages.evaluation.schema import ContextTable, DecodeTable, Gain, Metrics
+from exittrain.stages.evaluation.schema import ContextRow, ContextTable, DecodeRow, DecodeTable, Gain, Metrics
 from exittrain.stages.evaluation.tables import Table
 from exittrain.stages.reporting import figures
 from exittrain.stages.reporting.load import RunData
 
+Item = TypeVar("Item")
 TONES = {"interval above zero": "good", "interval below zero": "bad"}
 
 
@@ -93,8 +94,9 @@ def headline(metrics: Metrics) -> list[Line]:
             among = f"(best of {len(group)} arms) " if len(group) > 1 else ""
             lines.append(_headline_line(table, exact, best, among))
     if not lines:
-        best_row = [(t, max(t.drafters, key=_length)) for t in metrics.contexts or metrics.decode]
-        for table, row in best_row:
+        for table in metrics.contexts or metrics.decode:
+            rows: Sequence[ContextRow | DecodeRow] = table.drafters
+            row = max(rows, key=_length)
             where = f"{table.task}, temperature {table.temperature:g}"
             lines.append(
                 Line(f"{row.drafter}: block length {_length(row):.3f}", f"on {where}. No control to compare with.")
@@ -123,30 +125,28 @@ def _headline_line(table: ContextTable | DecodeTable, exact: bool, best: Gain, a
     return Line(f"{best.drafter} {part.value:+.2f} %{bounds}", text, TONES.get(best.verdict, ""))
 
 
-def _length(row: Any) -> float:
-    part = row.expected_block_length if hasattr(row, "expected_block_length") else row.block_length_pooled
+def _length(row: ContextRow | DecodeRow) -> float:
+    part = row.expected_block_length if isinstance(row, ContextRow) else row.block_length_pooled
     return float(part.value)
 
 
 def _gains(data: RunData, run: str) -> Part:
     metrics = data.metrics
-    exact = [(f"temperature {t.temperature:g}", t.gains) for t in metrics.contexts if t.gains]
+    tasks = len({t.task for t in metrics.contexts})
+    exact = [(f"{t.task}, T = {t.temperature:g}" if tasks > 1 else f"temperature {t.temperature:g}", t.gains)
+             for t in metrics.contexts if t.gains]  # fmt: skip
     decoded = [
         (f"{t.task}, T = {t.temperature:g}, {t.verifier}", t.gains_prompt_mean)
         for t in metrics.decode
         if t.gains_prompt_mean
     ]
-    plots = (
-        [(figures.forest(exact, f"{run}-exact"), "Gain in 1 + coverage at the same contexts. " + FOREST)]
-        if exact
-        else []
-    )
-    plots += [
-        (
-            figures.forest(decoded[i : i + 3], f"{run}-decoded{i}"),
-            "Gain in decoded block length, mean per prompt. " + FOREST,
+    plots = [
+        (figures.forest(panels, f"{run}-{kind}{i}"), f"Gain in {what}. {FOREST}")
+        for kind, what, all_panels in (
+            ("exact", "1 + coverage at the same contexts", exact),
+            ("decoded", "decoded block length, mean per prompt", decoded),
         )
-        for i in range(0, len(decoded), 3)
+        for i, panels in enumerate(_threes(all_panels))
     ]
     return Part(
         "gains", "Does the objective pay?",
@@ -154,6 +154,11 @@ def _gains(data: RunData, run: str) -> Part:
         "as much time. A gain counts where its whole interval lies above zero.",
         plots, tables=[tables.context_table(metrics, table) for table in metrics.contexts],
     )  # fmt: skip
+
+
+def _threes(items: Sequence[Item]) -> list[Sequence[Item]]:
+    """As many panels as fit side by side."""
+    return [items[start : start + 3] for start in range(0, len(items), 3)]
 
 
 FOREST = "Lines are 95 % paired bootstrap intervals; a filled dot: the interval leaves zero out."
@@ -173,13 +178,16 @@ def _decoding(data: RunData, run: str) -> Part:
 
 
 def _depths(data: RunData, run: str) -> Part:
-    metrics = data.metrics
+    metrics, shades = data.metrics, figures.colours(data.metrics)
+    exact: list[ContextTable | DecodeTable] = [*metrics.contexts]
+    measured = [table for table in metrics.decode if table.verifier == metrics.decode[0].verifier]
+    drawn = [figures.by_depth(part, shades, f"{run}-depth{i}") for i, part in enumerate(_threes(exact or measured))]
     return Part(
         "depths", "Where trees lose mass",
         "The chance that at least d drafted tokens are accepted. The oracle is the best tree of this budget: the "
         "target drafting for itself. The gap to it is what a better drafter could still win.",
-        [(figures.by_depth(metrics, f"{run}-depth"), "P(accepted >= d); its sum over d is the coverage.")],
-        folded=[tables.depth_table(metrics, table) for table in [*metrics.contexts, *metrics.decode]],
+        [(drawing, "P(accepted >= d); its sum over d is the coverage.") for drawing in drawn],
+        folded=[tables.depth_table(metrics, table) for table in [*exact, *metrics.decode]],
         folded_title="Both rates, marginal and conditional, as numbers",
     )  # fmt: skip
 
