@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from tiny_target import make_target
 
 from exittrain.cli.main import main
 
@@ -122,31 +123,14 @@ def test_models_list(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
 
 @pytest.fixture(scope="module")
 def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama-style folder with a byte tokenizer."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    folder = tmp_path_factory.mktemp("target")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={**{c: i for i, c in enumerate(alphabet)}, "<eos>": 256}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=257, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, tie_word_embeddings=True, eos_token_id=256, bos_token_id=None,
-        max_position_embeddings=128,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    return make_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.mark.parametrize("drafter", [None, "layers:1"])
 def test_generate_prints_text_and_block_length(
     capsys: pytest.CaptureFixture[str], tiny_target: Path, drafter: str | None
 ) -> None:
-    options = ["--target", str(tiny_target), "--raw", "--max-new-tokens", "12", "--seed", "3"]
+    options = ["--target", str(tiny_target), "--max-new-tokens", "12", "--seed", "3"]
     options += ["--drafter", drafter] if drafter else []
     code, out, err = call(capsys, "generate", "hello", *options)
     assert code == 0 and out.endswith("\n")
@@ -154,6 +138,45 @@ def test_generate_prints_text_and_block_length(
     assert (code, out) == call(capsys, "generate", "hello", *options)[:2]
 
 
-def test_generate_needs_a_chat_template_or_raw(capsys: pytest.CaptureFixture[str], tiny_target: Path) -> None:
-    code, _, err = call(capsys, "generate", "hello", "--target", str(tiny_target))
+def test_generate_needs_a_chat_template_or_raw(
+    capsys: pytest.CaptureFixture[str], tiny_target: Path, tmp_path: Path
+) -> None:
+    bare = Path(shutil.copytree(tiny_target, tmp_path / "bare"))
+    (bare / "chat_template.jinja").unlink()
+    code, _, err = call(capsys, "generate", "hello", "--target", str(bare))
     assert code == 2 and "chat template" in err
+    assert call(capsys, "generate", "hello", "--target", str(bare), "--raw", "--max-new-tokens", "4")[0] == 0
+
+
+def test_eval_compares_drafter_folders(capsys: pytest.CaptureFixture[str], tiny_target: Path, tmp_path: Path) -> None:
+    from exittrain import TargetModel, load_drafter
+
+    target = TargetModel.from_pretrained(tiny_target)
+    for layers in (1, 2):
+        load_drafter(f"layers:{layers}", target).save(tmp_path / f"arm{layers}" / "last")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Hello there"}\n{"prompt": "What is this?"}\n')
+    folders = [str(tmp_path / "arm1/last"), str(tmp_path / "arm2/last")]
+    options = ["--tasks", str(tmp_path / "prompts.jsonl"), "--temperature", "1", "--max-new-tokens", "6"]
+    more = ["eval.speed=false", "eval.bootstrap=50", "tree.budget=4", "--output", "out", "--target", str(tiny_target)]
+    assert call(capsys, "eval", *folders, *options, *more, "--plan")[0] == 0
+    code, out, err = call(capsys, "eval", *folders, *options, *more)
+    assert code == 0, err
+    assert "arm1/last" in out and "arm2/last" in out
+    assert (tmp_path / "out" / "metrics.json").is_file()
+    code, _, err = call(capsys, "eval", *folders)
+    assert code == 2 and "--target" in err
+    code, _, err = call(capsys, "eval", folders[0], TINY)
+    assert code == 2 and "drafter folders" in err
+
+
+def test_data_show_prints_samples(capsys: pytest.CaptureFixture[str], tiny_target: Path, tmp_path: Path) -> None:
+    row = '{"messages": [{"role": "user", "content": "Hi %d"}, {"role": "assistant", "content": "It is so."}]}\n'
+    (tmp_path / "chat.jsonl").write_text("".join(row % i for i in range(4)))
+    recipe = tmp_path / "chat.yaml"
+    recipe.write_text(
+        f"name: chat\ntarget: {{model: {tiny_target}}}\ndrafter: {{layers: 1}}\n"
+        f"data: {{train: {{kind: conversations, path: {tmp_path / 'chat.jsonl'}}}}}\n"
+    )
+    code, out, err = call(capsys, "data", str(recipe), "--show", "2")
+    assert code == 0, err
+    assert out.count("It is so.") == 2
