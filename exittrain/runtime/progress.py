@@ -50,7 +50,7 @@ class LineBar(Bar):
             self.shown = now
             rate = self.done / (now - self.began)
             total = "" if self.total is None else f"/{self.total}"
-            left = "" if self.total is None else f", {max(self.total - self.done, 0) / rate:.0f} s left"
+            left = "" if self.total is None or not rate else f", {max(self.total - self.done, 0) / rate:.0f} s left"
             note = f", {self.note}" if self.note else ""
             print(
                 f"{self.description}: {self.done}{total} {self.unit} ({rate:.2f}/s{left}{note})",
