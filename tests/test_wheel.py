@@ -32,7 +32,8 @@ def test_wheel_has_and_finds_shared_files(tmp_path: Path) -> None:
             assert f"exittrain/_share/{name}" in names
     assert not any(name.startswith(("tests/", "data/", "eval/", "recipes/")) for name in names)
     code = (
-        "import exittrain; from exittrain.config.load import load_recipe; from exittrain.stages.prompts import known_sets\n"
+        "import exittrain; from exittrain.config.load import load_recipe\n"
+        "from exittrain.stages.prompts import known_sets\n"
         "print(exittrain.__file__); assert load_recipe('quickstart').name == 'quickstart'; assert known_sets()"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
