@@ -51,7 +51,7 @@ def drafters(target) -> dict[str, Drafter]:
     return {"far": Drafter(tiny(1, layers=1)), "near": Drafter(near)}
 
 
-def sequences(count: int = 6, length: int = 24, prompt: int = 6) -> list[TokenSequence]:
+def sequences(count: int = 8, length: int = 24, prompt: int = 6) -> list[TokenSequence]:
     generator = torch.Generator().manual_seed(5)
     mask = [0] * prompt + [1] * (length - prompt)
     return [
@@ -115,7 +115,7 @@ def test_numbers_agree_with_each_other(target, drafters, tmp_path):
     settings = SETTINGS.model_copy(update={"max_new_tokens": 32, "speed": False})
     metrics = run(target, drafters, tmp_path, settings)
     for table in metrics.contexts:
-        assert table.num_contexts == 12 and table.num_sequences == 6
+        assert table.num_contexts == 12 and table.num_sequences == 8
         best = table.oracle_block_length.value - 1
         for row in table.drafters:
             assert 0 < row.coverage <= best + 1e-6
@@ -128,7 +128,7 @@ def test_numbers_agree_with_each_other(target, drafters, tmp_path):
     assert gain.percent.value == pytest.approx(expected, abs=1e-4) and gain.drafter == "near"
     for table in metrics.decode:
         for row in table.drafters:
-            assert row.attempted == row.finished == 6 and row.skipped == {}
+            assert row.attempted == row.finished == 8 and row.skipped == {}
             assert row.block_length_pooled.value == pytest.approx(row.accepted_pooled + 1, abs=1e-6)
             if table.temperature == 0:  # no randomness: measured and expected are the same number
                 assert row.agrees
@@ -187,12 +187,12 @@ def test_benchmarks_get_contexts_from_the_targets_own_answers(target, drafters, 
 
 def test_contexts_are_spread_and_nested():
     task = heldout_task(sequences(), None)
-    few, more = (choose_contexts(task.sequences, n, seed=0) for n in (6, 14))
-    assert {c.sequence for c in few} == set(range(6))
+    few, more = (choose_contexts(task.sequences, n, seed=0) for n in (8, 14))
+    assert {c.sequence for c in few} == set(range(8))
     assert set(few) < set(more) and len(more) == 14
     for context in more:
         assert context.anchor + 1 < 24 and sequences()[context.sequence].loss_mask[context.anchor + 1] == 1
-    assert len(choose_contexts(task.sequences, 10_000, seed=0)) == 6 * 18
+    assert len(choose_contexts(task.sequences, 10_000, seed=0)) == 8 * 18
 
 
 def test_user_mistakes_name_the_remedy(target, drafters, tmp_path):

@@ -127,7 +127,8 @@ def test_verdicts(bounds, verdict):
 def test_degenerate_data_gets_an_interval_or_none():
     same = np.full(10, 2.0)
     assert FAST(iv.gain_of_means, same, same) == iv.Estimate(0.0, 0.0, 0.0)
-    assert FAST(iv.mean, np.array([3.0])) == iv.Estimate(3.0)
+    few = FAST(iv.mean, np.array([3.0, 4.0, 5.0]))
+    assert few == iv.Estimate(4.0) and few.verdict == "no interval"  # three units resampled say next to nothing
     one_moves = np.array([1.0] * 9 + [2.0])
     estimate = FAST(iv.mean, one_moves)
     assert estimate.low is not None and estimate.low <= 1.1 <= estimate.high

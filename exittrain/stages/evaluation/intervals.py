@@ -17,12 +17,13 @@ from scipy.stats import bootstrap
 from exittrain.stages.evaluation.measures import Floats
 
 LEVEL = 0.95
+MIN_UNITS = 8  # resampling fewer gives intervals that are far too narrow: then there is none
 Statistic = Callable[..., Floats]
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value and its 95 % interval; low and high are None when fewer than two units leave nothing to resample."""
+    """A value and its 95 % interval; low and high are None below MIN_UNITS units."""
 
     value: float
     low: float | None = None
@@ -51,7 +52,7 @@ class Bootstrap:
         Falls back to the percentile interval where BCa is undefined (a statistic that a left-out unit never moves).
         """
         value = float(statistic(*columns, axis=-1))
-        if len(columns[0]) < 2:
+        if len(columns[0]) < MIN_UNITS:
             return Estimate(value)
         for method in ("BCa", "percentile"):
             with warnings.catch_warnings(), np.errstate(all="ignore"):

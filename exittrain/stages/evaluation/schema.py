@@ -22,7 +22,7 @@ class Part(BaseModel):
 
 
 class Interval(Part):
-    """A value with its 95 % paired bootstrap interval (null: fewer than two units)."""
+    """A value with its 95 % paired bootstrap interval (null: fewer than 8 units)."""
 
     value: Number
     low: Number | None = None
