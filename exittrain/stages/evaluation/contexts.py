@@ -25,7 +25,7 @@ from exittrain.runtime.signals import StopFlag
 from exittrain.stages.coverage import coverage_of
 from exittrain.stages.evaluation.results import ContextResult, VerifierResult
 from exittrain.stages.evaluation.tasks import Context, HeldoutSequence
-from exittrain.stages.training.trees import anchor_groups
+from exittrain.stages.training.trees import anchor_groups, max_trees
 from exittrain.tree.batch import TreeBatch
 from exittrain.verify.registry import get_verifier
 
@@ -94,7 +94,8 @@ def measure_oracle(
     """The same for the best tree of this budget: the target drafts for itself, so its edges are known."""
     reach = torch.zeros(len(contexts), shape.budget, dtype=torch.float64)
     with progress_bar(len(contexts), description, "contexts") as bar:
-        for rows in anchor_groups([len(s) for s in contexts.sequences], contexts.tree_sequence):
+        most = max_trees(target.vocab_size, shape)
+        for rows in anchor_groups([len(s) for s in contexts.sequences], contexts.tree_sequence, most):
             trees = get_builder("oracle")(target.session(*contexts.group(rows), sampling), shape).trees
             assert trees.draft_logprobs is not None  # builders always set them
             law = batch_exit_law(trees, trees.draft_logprobs.double())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,8 @@ def _initialize(
     import deepspeed
     import deepspeed.ops
 
+    # Its ZeRO collectives use a name torch is about to retire.
+    warnings.filterwarnings("ignore", message=".*_into_tensor.*deprecated", category=FutureWarning)
     # Its shared-memory collectives would be compiled at start-up, for half a minute and with a compiler; gloo is there.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     zero = config.get("zero_optimization", {}).get("stage", 0) > 0

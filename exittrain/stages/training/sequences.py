@@ -85,7 +85,7 @@ def _epoch(lengths: tuple[int, ...], batch_size: int, seed: int, epoch: int) -> 
 
 
 def _bucket(count: int, batch_size: int) -> int:
-    """A whole number of batches, and few enough that an epoch has several buckets: else all epochs had the same ones."""
+    """A whole number of batches, few enough that an epoch has several buckets: else all epochs had the same batches."""
     return batch_size * max(1, min(BUCKET, count // (4 * batch_size)))
 
 

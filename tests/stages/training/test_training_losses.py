@@ -154,7 +154,7 @@ def test_normalised_by_counts_not_by_micro_batches(make_task) -> None:
 
 
 def test_copying_the_next_token_can_be_learnt(make_task) -> None:
-    """Cross-entropy falls to nothing on a sequence that counts, and not when the label is the input token (cases.md 73)."""
+    """Cross-entropy on a sequence that counts falls to nothing, but not against the input token (cases.md 73)."""
     rows = [{"sequence_id": "count", "token_ids": list(range(20)), "loss_mask": [0] + [1] * 19}]
     made = make_task(
         {"steps": 60, "batch_size": 1, "lr": 3e-2, "schedule": "constant"},

@@ -1,0 +1,72 @@
+"""Two processes train what one process trains, at every ZeRO stage, and stop together."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from exittrain.runtime.tracker import read_metrics
+from exittrain.stages.training.checkpoints import COMPLETE
+
+pytestmark = pytest.mark.slow
+WORKER = Path(__file__).with_name("rank_worker.py")
+
+
+def launch(folder: Path, world: int, config: str = "zero0", objective: str = "reach_kl", **asked: object) -> list[int]:
+    """Exit codes of `world` ranks on a free port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"loop": {}, **asked, "folder": str(folder), "config": config, "objective": objective})
+    shared = {**os.environ, "OMP_NUM_THREADS": "1", "EXITTRAIN_PROGRESS": "0"}
+    launcher = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = []
+    for rank in range(world):
+        own = {**launcher, "RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {}
+        processes.append(subprocess.Popen([sys.executable, str(WORKER), text], env={**shared, **own}))
+    return [process.wait(timeout=240) for process in processes]
+
+
+def assert_same(found: Path, expected: Path) -> None:
+    ours, theirs = (torch.load(folder / "parameters.pt", weights_only=True) for folder in (found, expected))
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=2e-5, msg=name)
+    for one, other in zip(read_metrics(found / "metrics.jsonl"), read_metrics(expected / "metrics.jsonl"), strict=True):
+        for name in ("step", "loss", "num_tokens", "num_trees", "coverage", "node_gradient_share", "grad_norm"):
+            assert one[name] == pytest.approx(other[name], rel=1e-4), name
+
+
+@pytest.mark.parametrize("config", ["zero0", "zero1", "zero2"])
+def test_two_ranks_equal_one(tmp_path: Path, config: str) -> None:
+    """Batches of five in micro-batches of two: shares, rows and trees are uneven (cases.md 69, 71, 88, 90)."""
+    assert launch(tmp_path / "one", 1) == [0]
+    assert launch(tmp_path / "two", 2, config) == [0, 0]
+    assert_same(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.parametrize("config", ["zero0", "zero2"])
+def test_a_rank_without_a_sequence_takes_part(tmp_path: Path, config: str) -> None:
+    """One sequence, two ranks (cases.md 7)."""
+    assert launch(tmp_path / "one", 1, sequences=1) == [0]
+    assert launch(tmp_path / "two", 2, config, sequences=1) == [0, 0]
+    assert_same(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.parametrize("config", ["zero0", "zero1"])
+def test_a_signal_to_one_rank_stops_both(tmp_path: Path, config: str) -> None:
+    """Both leave after the same step, with one checkpoint; going on gives the uninterrupted end (cases.md 81, 104)."""
+    assert launch(tmp_path / "whole", 2, config) == [0, 0]
+    assert launch(tmp_path / "parts", 2, config, stop_at=1) == [75, 75]
+    (kept,) = (tmp_path / "parts").glob("step-*")
+    assert kept.name == "step-000002" and (kept / COMPLETE).exists()
+    assert launch(tmp_path / "parts", 2, config) == [0, 0]
+    ours, theirs = (torch.load(tmp_path / f"{n}/parameters.pt", weights_only=True) for n in ("parts", "whole"))
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
