@@ -88,7 +88,7 @@ class RunFolder:
         """
         path = self.path / stage / DONE
         if not path.exists():
-            raise InputError(f"{self.path} has no finished {stage!r} stage: run `exittrain {stage}` first")
+            raise InputError(f"{self.path} has no finished {stage!r} stage: `exittrain run` makes it")
         record: dict[str, Any] = read_json(path)
         return record
 

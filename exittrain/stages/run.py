@@ -30,7 +30,7 @@ def wanted(context: StageContext) -> list[str]:
     recipe = context.recipe
     absent = {
         "target": recipe.target.scratch is None,
-        "warmup": recipe.warmup is None and recipe.train is None,
+        "warmup": not any((recipe.warmup, recipe.collect, recipe.train, recipe.eval)),
         "collect": recipe.collect is None,
         "train": recipe.train is None,
         "eval": recipe.eval is None,
@@ -50,24 +50,44 @@ def run_all(context: StageContext) -> None:
 
 
 def run_stages(context: StageContext, names: Sequence[str]) -> None:
-    """The named stages, in order, under the run folder's lock; what they stand on must be done already."""
+    """The named stages, in order, under the run folder's lock. Bad input is found before anything is written.
+
+    Raises:
+        InputError: as `run_all`; also a stage the recipe has not, or one whose upstream stages are not done.
+        Interrupted: a signal came and the state is saved.
+    """
     ranks.setup(context.device)
+    _check(context, names)
     if not ranks.is_main():
         _each(context, names)
         return
+    check_disk(context.recipe, context.run.path)
     with hold(context.run.path):
         clean_temporary(context.run.path)
-        check_disk(context.recipe, context.run.path)
         context.run.write_recipe(context.recipe)
         context.run.write_provenance(collect_provenance())
         _each(context, names)
 
 
+def _check(context: StageContext, names: Sequence[str]) -> None:
+    available, run = wanted(context), context.run
+    for name in names:
+        if name not in available:
+            raise InputError(f"the recipe has no {name!r} section")
+        for before in available[: available.index(name)]:
+            if before in names or (before == "collect" and not _uses_shards(context)):
+                continue
+            stored = run.stored_key(before)
+            if stored != context.stage_key(before):
+                state = "has not been run" if stored is None else "was made by another recipe"
+                verb = "data" if before == "target" else before  # `data` makes the target too
+                remedy = f"run `exittrain {verb}` or `exittrain run` first"
+                raise InputError(f"stage {before!r} {state} in {run.path}: {remedy}")
+
+
 def _each(context: StageContext, names: Sequence[str]) -> None:
     for name in names:
         context.stop.raise_if_set()
-        if name not in wanted(context):
-            raise InputError(f"the recipe has no {name!r} section")
         run_stage(context, name)
 
 
@@ -91,14 +111,6 @@ def run_stage(context: StageContext, name: str) -> None:
 
 def _prepare(context: StageContext, name: str, key: str) -> str:
     run = context.run
-    for before in wanted(context)[: wanted(context).index(name)]:
-        if before == "collect" and not _uses_shards(context):
-            continue
-        if run.stored_key(before) != context.stage_key(before):
-            state = "has not been run" if run.stored_key(before) is None else "was made by another recipe"
-            raise InputError(
-                f"stage {before!r} {state} in {run.path}: run `exittrain {before}` or `exittrain run` first"
-            )
     stored = run.stored_key(name)
     if stored == key:
         damage = run.damage(name)
