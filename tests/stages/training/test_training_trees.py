@@ -70,7 +70,9 @@ def test_join_undoes_take(sequences: SequenceSet) -> None:
 
 
 def test_inner_trees_hold_roots_and_parents_only() -> None:
-    trees = TreeBatch.from_trees([DraftTree([1, 2, 3, 4, 5], [-1, 0, 0, 2, 3]), DraftTree([7, 8], [-1, 0]), DraftTree([9], [-1])])
+    trees = TreeBatch.from_trees(
+        [DraftTree([1, 2, 3, 4, 5], [-1, 0, 0, 2, 3]), DraftTree([7, 8], [-1, 0]), DraftTree([9], [-1])]
+    )
     edges = tree_edges(trees)
     assert [tree.token_ids.tolist() for tree in edges.inner.trees()] == [[1, 3, 4], [7], [9]]
     assert [tree.parents.tolist() for tree in edges.inner.trees()] == [[-1, 0, 1], [-1], [-1]]
@@ -135,7 +137,9 @@ def test_stored_trees_are_the_recorded_ones(sequences: SequenceSet, target: Targ
     ({"temperature": 0.5}, "temperature 0.5"),
     ({"token_ids": [49, 1], "parents": [-1, 0], "depths": [0, 1]}, "another root"),
 ])  # fmt: skip
-def test_shards_that_do_not_fit_are_refused(sequences: SequenceSet, target: TargetModel, change: dict, said: str) -> None:
+def test_shards_that_do_not_fit_are_refused(
+    sequences: SequenceSet, target: TargetModel, change: dict, said: str
+) -> None:
     rows = records(sequences, target)
     rows[2] |= change
     with pytest.raises(InputError, match=said):
