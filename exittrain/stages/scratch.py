@@ -17,6 +17,7 @@ from exittrain.errors import InputError
 from exittrain.law.sampling import Sampling
 from exittrain.law.seeding import generator_for, seed_for
 from exittrain.models.causal import CausalModel
+from exittrain.models.loading import quiet_transformers
 from exittrain.records.files import atomic_folder
 from exittrain.runtime.ranks import all_reduce_sums, barrier, is_main, rank, world_size
 from exittrain.stages.context import StageContext
@@ -71,7 +72,7 @@ def run_target(context: StageContext) -> None:
     )
     train(task, settings, folder, engine_config(context.recipe), hooks)
     if is_main():
-        with atomic_folder(folder / "model") as temporary:
+        with quiet_transformers(), atomic_folder(folder / "model") as temporary:
             model.module.save_pretrained(temporary)
             tokenizer.save_pretrained(temporary)
         context.run.finish(STAGE, key)

@@ -10,6 +10,7 @@ import torch
 
 from exittrain.config.schema import ArmSection
 from exittrain.drafters.base import Drafter
+from exittrain.drafters.load import load_drafter
 from exittrain.errors import InputError
 from exittrain.law.seeding import generator_for, seed_for
 from exittrain.models.target import TargetModel
@@ -24,7 +25,14 @@ from exittrain.stages.training.loop import Hooks, Trainer, train
 from exittrain.stages.training.sequences import SequenceSet
 from exittrain.stages.training.settings import LoopSettings
 from exittrain.stages.training.trees import StoredTrees
-from exittrain.stages.warmup import engine_config, held_out_of, start_stage, training_sequences, warm_drafter
+from exittrain.stages.warmup import (
+    TRAINED_DTYPE,
+    engine_config,
+    held_out_of,
+    start_stage,
+    training_sequences,
+    warm_drafter,
+)
 
 STAGE = "train"
 PROBED_STEPS = 12  # of each of two arms, side by side, to match their times
@@ -78,7 +86,7 @@ class Arm:
     ) -> None:
         section, train_section = context.arm(name), context.recipe.train
         assert train_section is not None and section.steps is not None and section.lr is not None
-        self.drafter: Drafter = context.drafter(warm_drafter(context))
+        self.drafter: Drafter = load_drafter(warm_drafter(context), target, TRAINED_DTYPE)
         self.loss = loss_settings(context, section, train_section.token_loss)
         # One seed for all arms: they see the same sequences, in the same order, at the same steps.
         seed = seed_for(context.recipe.seed, STAGE) % 2**31

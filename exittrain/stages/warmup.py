@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from exittrain.config.schema import DrafterSection, Recipe
 from exittrain.drafters.base import Drafter
 from exittrain.drafters.layers import copy_layers
@@ -25,6 +27,9 @@ from exittrain.stages.training.sequences import SequenceSet
 from exittrain.stages.training.settings import LoopSettings
 
 STAGE = "warmup"
+TRAINED_DTYPE = (
+    torch.float32
+)  # updates are lost in fewer bits; a DeepSpeed config with bf16 keeps float32 masters itself
 EVAL_SEQUENCES, EVAL_ANCHORS = 16, 8  # where the recipe has no train section to say
 
 
@@ -76,11 +81,11 @@ def start_stage(context: StageContext, stage: str, key: str) -> bool:
 def first_drafter(section: DrafterSection, target: TargetModel, seed: int) -> Drafter:
     """The recipe's drafter before any training: saved, layers of the target, another model, or from nothing."""
     if section.init is not None:
-        return load_drafter(section.init, target)
+        return load_drafter(section.init, target, TRAINED_DTYPE)
     if section.layers is not None:
-        return copy_layers(target, section.layers)
+        return copy_layers(target, section.layers, TRAINED_DTYPE)
     if section.model is not None:
-        return load_drafter(section.model, target)
+        return load_drafter(section.model, target, TRAINED_DTYPE)
     if section.shape is None:
         raise InputError("the recipe's drafter section names no init, layers, model or shape")
     model = make_causal_lm(
@@ -90,7 +95,7 @@ def first_drafter(section: DrafterSection, target: TargetModel, seed: int) -> Dr
         eos_token_ids=target.eos_token_ids,
         tokenizer=target.tokenizer,
         seed=seed,
-        dtype=target.dtype,
+        dtype=TRAINED_DTYPE,
         name="drafter",
     )
     model.module.to(target.device)
