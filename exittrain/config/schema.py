@@ -110,7 +110,8 @@ class DataSection(Section):
     train: SourceSection
     heldout: SourceSection | None = None  # default: `heldout_fraction` of train's prompts
     heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    max_length: Positive = 512
+    max_length: Positive = 512  # tokens, prompt included
+    too_long: Literal["drop", "cut"] = "drop"  # cut keeps the first max_length tokens when some answer is among them
     system: Literal["template", "none"] | str = "template"  # template's own default, no system turn, or this text
     system_turns: Literal["keep", "merge", "drop", "fail"] = "keep"
     supervise: Literal["all", "last"] = "all"  # which assistant turns are trained

@@ -125,7 +125,7 @@ def _from_chat(context: StageContext) -> tuple[Prepared, Prepared, dict[str, Any
     train = prepare_chat(renderer, writer, data.train, data, seed, "train")
     if data.heldout is None:
         kept, held = split_prompts(train.sequences, data.heldout_fraction, seed)
-        heldout = Prepared(held, 0, Counter(), Counter(), train.responses)
+        heldout = Prepared(held, responses=train.responses)
     else:
         heldout = prepare_chat(renderer, writer, data.heldout, data, seed, "heldout")
         keys = {one.prompt_key for one in heldout.sequences}
@@ -193,6 +193,7 @@ def _account(prepared: Prepared) -> dict[str, Any]:
         "sources": dict(Counter(one.source for one in prepared.sequences)),
         "refused": dict(prepared.refused),
         "masked_turns": dict(prepared.masked_turns),
+        "num_cut": prepared.num_cut,
         "responses": prepared.responses,
     }
 

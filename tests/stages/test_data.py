@@ -234,6 +234,18 @@ def test_rows_that_cannot_be_used_are_counted_and_the_good_ones_survive(make, tm
     assert "1 longer than max_length" in capsys.readouterr().err
 
 
+def test_long_answers_can_be_cut_instead_long_prompts_never_are(make, tmp_path):
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "y" * 90}]
+    prompt = [{"role": "user", "content": "x" * 90}, {"role": "assistant", "content": "yes"}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": talk}) + "\n" + json.dumps({"messages": prompt}) + "\n")
+    context = make({"kind": "conversations", "path": str(path)}, too_long="cut")
+    run_data(context)
+    train, _, manifest = stored(context)
+    assert [len(one.token_ids) for one in train] == [64] and train[0].loss_mask[-1] == 1
+    assert manifest["train"]["num_cut"] == 1 and manifest["train"]["refused"] == {"longer than max_length": 1}
+
+
 def test_nothing_usable_is_an_input_error_and_nothing_is_written(make, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
     context = make({"kind": "conversations", "path": str(tmp_path / "rows.jsonl")})

@@ -28,18 +28,22 @@ class Prepared:
     num_rows: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     masked_turns: Counter[str] = field(default_factory=Counter)
+    num_cut: int = 0
     responses: dict[str, Any] = field(default_factory=dict)
 
-    def add(self, conversation: Conversation, rendered: Rendered, max_length: int) -> None:
-        if len(rendered.token_ids) > max_length:
-            self.refused[TOO_LONG] += 1
-            return
+    def add(self, conversation: Conversation, rendered: Rendered, data: DataSection) -> None:
+        ids, mask = rendered.token_ids[: data.max_length], rendered.loss_mask[: data.max_length]
+        if len(ids) < len(rendered.token_ids):
+            if data.too_long == "drop" or not any(mask):
+                self.refused[TOO_LONG] += 1
+                return
+            self.num_cut += 1
         self.masked_turns.update(rendered.masked_turns)
         self.sequences.append(
             TokenSequence(
                 conversation.id,
-                rendered.token_ids,
-                rendered.loss_mask,
+                ids,
+                mask,
                 rendered.prompt_len,
                 conversation.source,
                 conversation.prompt_key,
@@ -78,7 +82,7 @@ def prepare_chat(
     prepared.responses = _given_by(source.path)
     for one in _unique(conversations, lambda one: one.messages, "same conversation twice", prepared.refused):
         try:
-            prepared.add(one, renderer.render(one.messages, one.truncated), data.max_length)
+            prepared.add(one, renderer.render(one.messages, one.truncated), data)
         except Refused as reason:
             prepared.refused[str(reason)] += 1
     return prepared
@@ -139,7 +143,7 @@ def _answer(
     for dialogue in dialogues:
         if dialogue.answers:
             done = replace(dialogue.origin, messages=tuple(dialogue.messages), truncated=dialogue.truncated)
-            prepared.add(done, renderer.join(dialogue.messages, dialogue.answers), data.max_length)
+            prepared.add(done, renderer.join(dialogue.messages, dialogue.answers), data)
     prepared.responses = {
         "by": "target",
         "model": writer.target.name,
