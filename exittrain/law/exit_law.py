@@ -60,9 +60,11 @@ def batch_exit_law(trees: TreeBatch, edge_logprobs: Tensor) -> ExitLaw:
     Raises InputError when a tree's exits do not sum to one within 1e-6: its log-probabilities are no distribution, or
     siblings repeat a token.
     """
-    edges = torch.where(trees.valid, edge_logprobs.double().exp(), 0.0)
-    taken = torch.zeros_like(edges).scatter_add(1, trees.parent_index(), torch.where(trees.depths > 0, edges, 0.0))
-    return _law(trees, edges, (1 - taken).clamp(0, 1))
+    edges, parents = torch.where(trees.valid, edge_logprobs.double().exp(), 0.0), trees.parent_index()
+    taken = torch.zeros_like(edges).scatter_add(1, parents, torch.where(trees.depths > 0, edges, 0.0))
+    # Children that carry everything may sum to a rounding more than one: shared out, or it would add up with depth.
+    excess = torch.where(taken <= 1 + SUM_TOLERANCE, taken.clamp(min=1), 1.0)
+    return _law(trees, edges / excess.gather(1, parents), (1 - taken).clamp(0, 1))
 
 
 def edge_logprobs(trees: TreeBatch, logprobs: Tensor) -> Tensor:

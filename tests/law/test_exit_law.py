@@ -103,3 +103,18 @@ def test_rounding_beyond_one_is_clamped() -> None:
     trees = TreeBatch.from_trees([DraftTree([0, 1], [-1, 0])])
     law = batch_exit_law(trees, torch.tensor([[0.0, 2e-7]]))
     assert float(law.miss[0, 0]) == 0.0
+
+
+def test_rounding_does_not_add_up_with_depth() -> None:
+    """Two children that carry everything, 48 levels deep: float32 log-probabilities exceed one at every level."""
+    tokens, parents, last = [0], [-1], 0
+    for _ in range(48):
+        tokens, parents, last = [*tokens, 1, 2], [*parents, last, last], len(tokens)
+    trees = TreeBatch.from_trees([DraftTree(tokens, parents)])
+    beyond = 0.0
+    for gap in torch.linspace(2, 16, 200):
+        pair = torch.stack([torch.zeros(()), -gap]).log_softmax(0)
+        beyond = max(beyond, float(pair.double().exp().sum()) - 1)
+        law = batch_exit_law(trees, torch.cat([torch.zeros(1), pair.repeat(48)])[None])
+        assert float(law.exit.sum()) == pytest.approx(1, abs=1e-12)
+    assert beyond * 48 > 1e-6
