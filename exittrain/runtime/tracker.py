@@ -60,7 +60,7 @@ class Tracker:
             with open(self.path, "rb") as file:
                 os.fsync(file.fileno())
         if self._wandb is not None:
-            self._guard(lambda: self._wandb.finish(quiet=True))
+            self._guard(lambda: self._wandb.finish())
             self._wandb = None
 
     def _start(self, name: str, config: dict[str, Any], mode: Mode, project: str, entity: str | None) -> None:

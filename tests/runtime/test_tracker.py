@@ -29,7 +29,7 @@ class FakeRun:
             raise ConnectionError("server is gone")
         self.logged.append(row)
 
-    def finish(self, **kwargs: Any) -> None: ...
+    def finish(self, exit_code: int | None = None) -> None: ...  # wandb's own signature
 
 
 def fake_wandb(monkeypatch: pytest.MonkeyPatch, run: FakeRun | Exception) -> None:
@@ -98,10 +98,13 @@ def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_real_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_wandb_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.delitem(os.environ, "WANDB_MODE", raising=False)
     tracker = Tracker(tmp_path, "unit", {"lr": 1.0})
     assert tracker._wandb is not None
     tracker.log({"loss": 1.0}, step=5)
     tracker.finish()
+    assert "wandb is off" not in capsys.readouterr().err
     assert list((tmp_path / "wandb").glob("offline-run-*"))
