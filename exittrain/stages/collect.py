@@ -22,10 +22,11 @@ from exittrain.stages.context import StageContext, say
 from exittrain.stages.coverage import ScoredTrees, draw_and_score
 from exittrain.stages.training.scoring import row_chunks
 from exittrain.stages.training.sequences import SequenceSet, choose_anchors
-from exittrain.stages.training.trees import anchor_groups, max_trees
+from exittrain.stages.training.trees import anchor_groups, max_trees, move_trees
 from exittrain.stages.warmup import start_stage, training_sequences, warm_drafter
 
 STAGE = "collect"
+CPU = torch.device("cpu")
 GIB = float(1 << 30)
 
 
@@ -124,9 +125,11 @@ class Collector:
         return [row for row in rows if row is not None]
 
     def _records(self, scored: ScoredTrees, names: list[str], anchors: list[int]) -> list[dict[str, Any]]:
-        trees, law = scored.trees, scored.law
+        trees, law = move_trees(scored.trees, CPU), scored.law
         assert trees.draft_logprobs is not None  # every builder sets them
-        top_ids, top_logprobs, tail = self._top_k(scored)
+        reach, miss, leaving = law.reach.cpu(), law.miss.cpu(), law.exit.cpu()
+        coverage, edge_logprobs = law.coverage.tolist(), scored.edge_logprobs.cpu()
+        top_ids, top_logprobs, tail = (part.cpu() for part in self._top_k(scored))
         records = []
         for i, size in enumerate(trees.valid.sum(1).tolist()):
             records.append(
@@ -137,14 +140,14 @@ class Collector:
                     "parents": trees.parents[i, :size].tolist(),
                     "depths": trees.depths[i, :size].tolist(),
                     "draft_logprob": trees.draft_logprobs[i, 1:size].tolist(),
-                    "target_logprob": scored.edge_logprobs[i, 1:size].tolist(),
-                    "reach": law.reach[i, :size].tolist(),
-                    "miss": law.miss[i, :size].tolist(),
-                    "exit": law.exit[i, :size].tolist(),
+                    "target_logprob": edge_logprobs[i, 1:size].tolist(),
+                    "reach": reach[i, :size].tolist(),
+                    "miss": miss[i, :size].tolist(),
+                    "exit": leaving[i, :size].tolist(),
                     "top_ids": top_ids[i, :size].tolist() if top_ids.numel() else [],
                     "top_logprobs": top_logprobs[i, :size].tolist() if top_ids.numel() else [],
                     "tail_mass": tail[i, :size].tolist() if top_ids.numel() else [],
-                    "coverage": float(law.coverage[i]),
+                    "coverage": coverage[i],
                     "temperature": self._context.sampling.temperature,
                     "drafter_hash": self.drafter_hash,
                     "target_hash": self._target.fingerprint(),
@@ -160,7 +163,7 @@ class Collector:
         ids = torch.zeros((count * size, k), dtype=torch.int64, device=target.device)
         values, tail = torch.zeros(ids.shape, device=target.device), torch.zeros(count * size, device=target.device)
         if k:
-            for start, stop in row_chunks(len(scored.hidden), target.vocab_size):
+            for start, stop in row_chunks(scored.hidden, target.vocab_size):
                 logprobs = process_logits(target.head(scored.hidden[start:stop]), self._context.sampling)
                 rows = scored.edges.rows[start:stop]
                 values[rows], ids[rows] = top_tokens(logprobs, k)

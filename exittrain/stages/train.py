@@ -95,6 +95,9 @@ class Arm:
         if section.source == "shards" and self.loss.uses_trees:
             rows = read_shards(context.run.path / "collect")
             self.stored = StoredTrees.from_rows(rows, sequences, self.loss.sampling.temperature, target.fingerprint())
+            bare = sum(not len(members) for members in self.stored.members)
+            if bare:
+                say(f"{name}: {bare} of {len(sequences)} sequences have no stored tree: token loss only")
         self.task = DrafterTask(self.drafter, target, sequences, self.settings, self.loss, self.stored)
 
 

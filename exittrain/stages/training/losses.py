@@ -43,7 +43,7 @@ def row_loss_sum(
         losses = loss_of(target_logits(start, stop), head(rows), sampling)
         return (losses if weights is None else losses * weights[start:stop]).sum()
 
-    return _add([run(chunk, hidden[a:b], a, b) for a, b in row_chunks(len(hidden), vocab_size)])
+    return _add([run(chunk, hidden[a:b], a, b) for a, b in row_chunks(hidden, vocab_size)])
 
 
 def label_loss_sum(head: Head, hidden: Tensor, labels: Tensor, sampling: Sampling, vocab_size: int) -> Tensor:
@@ -53,7 +53,7 @@ def label_loss_sum(head: Head, hidden: Tensor, labels: Tensor, sampling: Samplin
     def chunk(rows: Tensor, start: int, stop: int) -> Tensor:
         return cross_entropy_rows(head(rows), labels[start:stop], sampling).sum()
 
-    return _add([run(chunk, hidden[a:b], a, b) for a, b in row_chunks(len(hidden), vocab_size)])
+    return _add([run(chunk, hidden[a:b], a, b) for a, b in row_chunks(hidden, vocab_size)])
 
 
 def edge_loss_sum(

@@ -14,7 +14,7 @@ from torch import Tensor
 from exittrain.law.sampling import Sampling, process_logits
 from exittrain.tree.batch import TreeBatch
 
-CHUNK_BYTES = 64 << 20  # of float32 logits held at once
+CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 512 << 20}  # of float32 logits held at once: what caches, and kernels, like
 KEEP_BYTES = 256 << 20  # of float32 logits that may stay in memory for a second use
 
 Head = Callable[[Tensor], Tensor]  # hidden [..., H] -> raw float32 logits [..., V]
@@ -75,15 +75,15 @@ def _only(trees: TreeBatch, wanted: Tensor) -> tuple[TreeBatch, Tensor]:
     return TreeBatch(taken(trees.token_ids), parents, depths, valid), place
 
 
-def row_chunks(num_rows: int, vocab_size: int) -> list[tuple[int, int]]:
-    """[start, stop) ranges whose float32 logits stay under CHUNK_BYTES each."""
-    step = max(1, CHUNK_BYTES // (4 * vocab_size))
-    return [(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
+def row_chunks(rows: Tensor, vocab_size: int) -> list[tuple[int, int]]:
+    """[start, stop) ranges of the rows whose float32 logits stay under CHUNK_BYTES each."""
+    step = max(1, CHUNK_BYTES.get(rows.device.type, CHUNK_BYTES["cuda"]) // (4 * vocab_size))
+    return [(start, min(start + step, len(rows))) for start in range(0, len(rows), step)]
 
 
 def edge_chunks(edges: Edges, vocab_size: int) -> Iterator[tuple[int, int, slice]]:
     """`row_chunks` of the rows, each with the slice of edges that leave those rows."""
-    chunks = row_chunks(edges.rows.numel(), vocab_size)
+    chunks = row_chunks(edges.rows, vocab_size)
     if not chunks:
         return
     stops = torch.tensor([stop for _, stop in chunks], device=edges.row_of.device)

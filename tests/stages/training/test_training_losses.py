@@ -25,7 +25,7 @@ TREES = [name for name, objective in OBJECTIVES.items() if objective.on != "noth
 def chunking(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """ "chunks": three rows at a time, logits computed again in the backward pass."""
     if request.param == "chunks":
-        monkeypatch.setattr(scoring, "CHUNK_BYTES", 3 * 4 * VOCAB)
+        monkeypatch.setitem(scoring.CHUNK_BYTES, "cpu", 3 * 4 * VOCAB)
         monkeypatch.setattr(scoring, "KEEP_BYTES", 0)
         monkeypatch.setattr(losses_module, "KEEP_BYTES", 0)
     return str(request.param)

@@ -85,7 +85,7 @@ def test_inner_trees_hold_roots_and_parents_only() -> None:
 def test_scores_equal_whole_trees(
     target: TargetModel, sequences: SequenceSet, sampling: Sampling, chunk_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scoring, "CHUNK_BYTES", chunk_rows * 4 * VOCAB)
+    monkeypatch.setitem(scoring.CHUNK_BYTES, "cpu", chunk_rows * 4 * VOCAB)
     trees, owner, anchors = drawn(sequences, sampling)
     whole = target.head(target.tree_hidden(sequences.tokens, trees, owner, anchors))
     expected = edge_logprobs(trees, process_logits(whole, sampling))
