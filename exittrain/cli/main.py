@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from typing import NoReturn
 
@@ -31,6 +32,10 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         _leave(f"exittrain: {error}", InputError.exit_code)
     except Interrupted as error:
         _leave(f"exittrain: {error}", Interrupted.exit_code)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _leave(f"exittrain: {error.strerror}: make room and run the same command again, it goes on", 1)
     except KeyboardInterrupt:
         _leave("exittrain: interrupted", Interrupted.exit_code)
     sys.exit(0)

@@ -120,6 +120,22 @@ def any_rank(flag: bool) -> bool:
     return bool(value.item())
 
 
+def on_all(action: Callable[[], Answer]) -> Answer:
+    """Each rank's own answer. Where the action fails on one rank, it fails on all: nobody is left waiting.
+
+    Raises:
+        InputError: it failed on another rank.
+    """
+    try:
+        answer = action()
+    except Exception:
+        any_rank(True)
+        raise
+    if any_rank(False):
+        raise InputError("another rank could not go on: see its message")
+    return answer
+
+
 def from_main(action: Callable[[], Answer]) -> Answer:
     """The main rank's answer on every rank; its exception too, so that all leave together."""
     if world_size() == 1:

@@ -16,7 +16,7 @@ from exittrain.law.seeding import generator_for, seed_for
 from exittrain.models.target import TargetModel
 from exittrain.records.files import read_json, write_json
 from exittrain.records.shards import read_shards
-from exittrain.runtime.ranks import barrier, from_main, is_main
+from exittrain.runtime.ranks import barrier, from_main, is_main, on_all
 from exittrain.stages.context import StageContext, say
 from exittrain.stages.training.drafter_loss import LossSettings
 from exittrain.stages.training.drafter_task import DrafterTask
@@ -53,8 +53,8 @@ def run_train(context: StageContext) -> None:
     ]
     if not todo:
         return
-    target = context.target()
-    sequences, held_out = training_sequences(context, target), held_out_of(context, target)
+    target = on_all(context.target)
+    sequences, held_out = on_all(lambda: (training_sequences(context, target), held_out_of(context, target)))
     for arm in todo:
         context.stop.raise_if_set()
         _run_arm(context, arm, target, sequences, held_out)
@@ -93,7 +93,7 @@ class Arm:
         self.settings = LoopSettings.from_section(train_section.model_dump(), steps=steps, lr=section.lr, seed=seed)
         self.stored = None
         if section.source == "shards" and self.loss.uses_trees:
-            rows = read_shards(context.run.path / "collect")
+            rows = on_all(lambda: read_shards(context.run.path / "collect"))
             self.stored = StoredTrees.from_rows(rows, sequences, self.loss.sampling.temperature, target.fingerprint())
             bare = sum(not len(members) for members in self.stored.members)
             if bare:

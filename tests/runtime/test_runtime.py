@@ -60,6 +60,7 @@ def test_alone_there_is_one_rank() -> None:
 
 
 def test_only_a_launchers_variables_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks.dist, "is_initialized", lambda: False)  # an earlier test may have trained
     monkeypatch.setenv("SLURM_NTASKS", "4")
     monkeypatch.setenv("SLURM_PROCID", "2")
     monkeypatch.setenv("RANK", "2")
@@ -71,6 +72,7 @@ def test_only_a_launchers_variables_count(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_half_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks.dist, "is_initialized", lambda: False)  # an earlier test may have trained
     for name in ranks.LAUNCHER:
         monkeypatch.delenv(name, raising=False)
     ranks.setup(torch.device("cpu"))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from exittrain.drafters.base import Drafter
+from exittrain.errors import InputError
 from exittrain.law.exit_law import batch_exit_law
 from exittrain.law.objectives import get_objective, node_terms, weight_at
 from exittrain.law.seeding import generator_for
@@ -40,7 +41,13 @@ class DrafterTask:
         self.module = DrafterLoss(drafter, target, loss)
         self._drafter, self._target, self._sequences, self._stored = drafter, target, sequences, stored
         self._loop, self._loss, self._lengths = loop, loss, tuple(sequences.lengths)
-        last_anchor = min(target.max_positions, drafter.model.max_positions) - loss.shape.depth - 1
+        positions = min(target.max_positions, drafter.model.max_positions)
+        if max(self._lengths) > positions:
+            raise InputError(
+                f"sequences have up to {max(self._lengths)} tokens, target and drafter share {positions} positions: "
+                "lower data.max_length"
+            )
+        last_anchor = positions - loss.shape.depth - 1
         self._anchor_masks = [sequences.anchor_mask(i, last_anchor) for i in range(len(sequences))]
         self._drawn: dict[int, TreeBatch] = {}  # step -> trees of this rank's share of that step's batch
 
