@@ -41,7 +41,9 @@ def run_data(context: StageContext) -> None:
     """
     key = context.stage_key(STAGE)
     if is_main() and not context.run.is_done(STAGE, key):
-        data = context.recipe.data
+        data, positions = context.recipe.data, context.target().max_positions
+        if data.max_length > positions:
+            raise InputError(f"data.max_length is {data.max_length}, the target has {positions} positions: lower it")
         text = data.train.kind == "text"
         if data.heldout is not None and (data.heldout.kind == "text") != text:
             raise InputError("data.train and data.heldout must both be of kind 'text', or neither")

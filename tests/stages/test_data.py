@@ -292,6 +292,11 @@ def test_text_and_chat_do_not_mix(make, tmp_path):
         run_data(make(chat, heldout={"kind": "text", "path": "stdlib"}))
 
 
+def test_a_length_beyond_the_targets_positions_is_refused(make, tmp_path):
+    with pytest.raises(InputError, match=r"data.max_length is 300, the target has 256 positions"):
+        run_data(make({"kind": "prompts", "path": prompts_file(tmp_path, 4)}, max_length=300))
+
+
 def test_split_keeps_answers_of_one_prompt_together_and_is_seeded():
     sequences = [TokenSequence(str(i), [1], [1], 0, "x", f"k{i // 2}") for i in range(20)]
     train, held = split_prompts(sequences, 0.3, 0)

@@ -195,6 +195,19 @@ def test_contexts_are_spread_and_nested():
     assert len(choose_contexts(task.sequences, 10_000, seed=0)) == 8 * 18
 
 
+def test_contexts_leave_room_for_the_deepest_tree(target, drafters, tmp_path):
+    """Beyond the last position a model's numbers mean nothing: no tree, the oracle's chain included, may grow there."""
+    short = TargetModel(tiny(0).module, name="short", verify=False)
+    short.module.config.max_position_embeddings = 24
+    settings = EvalSection(contexts=10_000, decode=False, oracle=True, bootstrap=200)
+    args = {"shape": SHAPE, "heldout": sequences()}
+    metrics = stage.evaluate_drafters(short, {"near": drafters["near"]}, settings, tmp_path / "a", **args)
+    assert metrics.contexts[0].num_contexts == 8 * (24 - 1 - SHAPE.budget - 5 + 1)
+    with pytest.raises(InputError, match="no context leaves room for trees in the target's 24 positions"):
+        args["shape"] = TreeShape(budget=30)
+        stage.evaluate_drafters(short, {"near": drafters["near"]}, settings, tmp_path / "b", **args)
+
+
 def test_user_mistakes_name_the_remedy(target, drafters, tmp_path):
     with pytest.raises(InputError, match="held-out data"):
         stage.evaluate_drafters(target, drafters, EvalSection(tasks=["heldout"]), tmp_path)

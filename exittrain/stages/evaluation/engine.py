@@ -171,9 +171,15 @@ class Engine:
         return answered(task, made.answers)
 
     def _contexts(self, task: Task) -> ContextSet:
-        count = self.setup.settings.contexts
-        assert count is not None  # `measured` is empty otherwise
-        return ContextSet.of(task.sequences, choose_contexts(task.sequences, count, self.setup.seed))
+        settings, shape, positions = self.setup.settings, self.setup.shape, self.target.max_positions
+        assert settings.contexts is not None  # `measured` is empty otherwise
+        deepest = max(shape.depth, shape.budget)  # the oracle may grow a chain
+        chosen = choose_contexts(task.sequences, settings.contexts, self.setup.seed, positions - 1 - deepest)
+        if not chosen:
+            raise InputError(
+                f"task {task.name}: no context leaves room for trees in the target's {positions} positions"
+            )
+        return ContextSet.of(task.sequences, chosen)
 
     def _oracle(self, task: Task, places: ContextSet, cell: Cell) -> ContextResult:
         sampling, name = self.setup.at(cell.temperature), f"eval oracle, {task.name}, temperature {cell.temperature:g}"

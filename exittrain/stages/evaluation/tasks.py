@@ -92,14 +92,19 @@ def answered(task: Task, answers: Mapping[str, Sequence[int]]) -> Task:
     return replace(task, sequences=sequences)
 
 
-def choose_contexts(sequences: Sequence[HeldoutSequence], count: int, seed: int) -> list[Context]:
+def choose_contexts(
+    sequences: Sequence[HeldoutSequence], count: int, seed: int, last_anchor: int | None = None
+) -> list[Context]:
     """`count` contexts (all when there are fewer), spread evenly over the sequences; sorted by sequence and anchor.
+
+    last_anchor: the last position from which a tree still fits the target's positions; None where all fit.
 
     Each sequence shuffles its anchors with a seed of its own and gives them in turn, so more contexts only ever add to
     fewer, and a sequence's choice does not depend on the others.
     """
     turns: list[tuple[int, int, int]] = []
     for index, sequence in enumerate(sequences):
-        order = torch.randperm(len(sequence.anchors), generator=generator_for(seed, "eval", "contexts", sequence.id))
-        turns += [(turn, index, sequence.anchors[place]) for turn, place in enumerate(order.tolist())]
+        anchors = [anchor for anchor in sequence.anchors if last_anchor is None or anchor <= last_anchor]
+        order = torch.randperm(len(anchors), generator=generator_for(seed, "eval", "contexts", sequence.id))
+        turns += [(turn, index, anchors[place]) for turn, place in enumerate(order.tolist())]
     return [Context(index, anchor) for index, anchor in sorted((i, a) for _, i, a in sorted(turns)[:count])]

@@ -69,7 +69,7 @@ class SequenceSet:
         """1-D bool: positions whose next token is a trained one, none beyond max_anchor."""
         mask = self.trained[index].roll(-1)
         mask[-1] = False
-        mask[max_anchor + 1 :] = False
+        mask[max(max_anchor + 1, 0) :] = False
         return mask
 
 

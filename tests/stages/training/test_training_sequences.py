@@ -41,6 +41,7 @@ def test_anchors_precede_trained_tokens() -> None:
     data = SequenceSet.from_rows(rows)
     assert data.anchor_mask(0, 100).nonzero().flatten().tolist() == [2, 3, 5]  # the first token has no predecessor
     assert data.anchor_mask(0, 3).nonzero().flatten().tolist() == [2, 3]
+    assert not data.anchor_mask(0, -3).any()  # trees deeper than the model's positions
 
 
 def test_anchors_are_uniform_without_replacement() -> None:
