@@ -122,6 +122,8 @@ def _arms(recipe: Recipe) -> str | None:
 def _arm(name: str, arm: ArmSection, arms: dict[str, ArmSection], recipe: Recipe) -> str | None:
     if arm.source == "shards" and recipe.collect is None:
         return "source 'shards' needs a 'collect' section"
+    if arm.source == "shards" and isinstance(arm.temperature, list) and len(arm.temperature) > 1:
+        return "shards hold the law at one temperature: give one, or source 'on_policy'"
     if arm.objective != "token" and arm.weight == 0:
         return f"objective {arm.objective!r} with weight 0 is the control: give a weight or objective 'token'"
     if arm.objective == "token" and arm.token_weight == 0:

@@ -8,6 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Positive = Annotated[int, Field(gt=0)]
+Temperature = Annotated[float, Field(ge=0)]
+Temperatures = Temperature | Annotated[list[Temperature], Field(min_length=1)]  # several: the steps take turns
 Objective = Literal["token", "exit", "exit_depth", "reach", "exit_kl", "reach_kl"]
 
 
@@ -121,6 +123,7 @@ class DataSection(Section):
 
 class WarmupSection(OptimSection):
     token_loss: Literal["kl", "ce"] = "kl"
+    temperature: Temperatures | None = None  # of the loss; default: sampling's
 
 
 class CollectSection(Section):
@@ -144,7 +147,7 @@ class ArmSection(Section):
     steps: Positive | None = None
     lr: Annotated[float, Field(gt=0)] | None = None
     match_time: str | None = None  # run as long as this arm took (steps from the measured step times)
-    temperature: Annotated[float, Field(ge=0)] | None = None  # training temperature of law and KL; default: sampling's
+    temperature: Temperatures | None = None  # of the law and the losses; default: sampling's
 
 
 class TrainSection(OptimSection):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -30,6 +29,7 @@ from exittrain.stages.warmup import (
     engine_config,
     held_out_of,
     start_stage,
+    training_samplings,
     training_sequences,
     warm_drafter,
 )
@@ -94,7 +94,9 @@ class Arm:
         self.stored = None
         if section.source == "shards" and self.loss.uses_trees:
             rows = on_all(lambda: read_shards(context.run.path / "collect"))
-            self.stored = StoredTrees.from_rows(rows, sequences, self.loss.sampling.temperature, target.fingerprint())
+            self.stored = StoredTrees.from_rows(
+                rows, sequences, self.loss.samplings[0].temperature, target.fingerprint()
+            )
             bare = sum(not len(members) for members in self.stored.members)
             if bare:
                 say(f"{name}: {bare} of {len(sequences)} sequences have no stored tree: token loss only")
@@ -112,7 +114,7 @@ def loss_settings(context: StageContext, arm: ArmSection, token_loss: str) -> Lo
         normaliser=arm.normaliser,
         anchors_per_sequence=arm.anchors_per_sequence or 1,
         refresh_every=arm.refresh_every,
-        sampling=replace(context.sampling, temperature=arm.temperature or 0.0),
+        samplings=training_samplings(context.sampling, arm.temperature),
         shape=context.shape,
         builder=context.recipe.tree.builder,
     )
@@ -160,7 +162,7 @@ def _staleness(arm: Arm, sequences: SequenceSet) -> dict[str, float]:
         return {}
     chosen = torch.randperm(len(arm.stored.anchors), generator=generator_for(arm.settings.seed, "staleness"))
     loss, rows = arm.loss, chosen[:STALENESS_TREES].sort().values
-    return staleness(arm.drafter, sequences.tokens, arm.stored, rows, loss.shape, loss.sampling, loss.builder)
+    return staleness(arm.drafter, sequences.tokens, arm.stored, rows, loss.shape, loss.samplings[0], loss.builder)
 
 
 def arm_steps(context: StageContext, name: str, folder: Path, target: TargetModel, sequences: SequenceSet) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from exittrain.drafters.layers import copy_layers
 from exittrain.drafters.load import load_drafter
 from exittrain.drafters.scratch import make_causal_lm
 from exittrain.errors import InputError
+from exittrain.law.sampling import Sampling
 from exittrain.law.seeding import seed_for
 from exittrain.models.target import TargetModel
 from exittrain.records.files import read_json
@@ -50,7 +52,8 @@ def run_warmup(context: StageContext) -> None:
         section = recipe.warmup
         changes = {"eval_every": max(1, section.steps // 2), "save_every": 100, "seed": seed}
         settings = LoopSettings.from_section(section.model_dump(), **changes)
-        loss = LossSettings(token_loss=section.token_loss, sampling=context.sampling, shape=context.shape)
+        samplings = training_samplings(context.sampling, section.temperature)
+        loss = LossSettings(token_loss=section.token_loss, samplings=samplings, shape=context.shape)
         held_out = held_out_of(context, target)
         hooks = Hooks(
             evaluate=None if held_out is None else lambda: held_out.measure(drafter),
@@ -119,6 +122,12 @@ def training_sequences(context: StageContext, target: TargetModel) -> SequenceSe
     if sequences.num_dropped:
         say(f"{sequences.num_dropped} training sequences have no trained token and are left out")
     return sequences
+
+
+def training_samplings(serving: Sampling, temperature: float | list[float] | None) -> tuple[Sampling, ...]:
+    """What the steps take turns in: the serving settings, at other temperatures where the recipe gives some."""
+    several = temperature if isinstance(temperature, list) else [temperature]
+    return tuple(serving if one is None else replace(serving, temperature=one) for one in several)
 
 
 def held_out_of(context: StageContext, target: TargetModel) -> HeldOut | None:

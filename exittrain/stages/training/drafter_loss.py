@@ -27,8 +27,8 @@ from exittrain.stages.training.scoring import Edges
 class LossSettings:
     """What an arm minimises: token_weight * L_tok + weight * L_node (math.md section 8).
 
-    sampling: what the law and both losses are taken at; refresh_every: steps whose trees are drawn together, by the
-    drafter as it is before the first of them.
+    samplings: what the law and both losses are taken at, blocks of `refresh_every` steps taking turns; refresh_every:
+    steps whose trees are drawn together, by the drafter as it is before the first of them.
     """
 
     objective: str = "token"
@@ -39,9 +39,13 @@ class LossSettings:
     normaliser: str = "anchors"
     anchors_per_sequence: int = 8
     refresh_every: int = 1
-    sampling: Sampling = field(default_factory=Sampling)
+    samplings: tuple[Sampling, ...] = (Sampling(),)
     shape: TreeShape = field(default_factory=TreeShape)
     builder: str = "best_first"
+
+    def sampling_at(self, step: int) -> Sampling:
+        """What step `step` is trained at."""
+        return self.samplings[step // self.refresh_every % len(self.samplings)]
 
     @property
     def uses_trees(self) -> bool:
@@ -69,11 +73,15 @@ class NodeTargets:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """token_places, token_labels [T]: rows among the packed columns and the tokens they predict; token_hidden [T, Ht]:
-    the target's states there (None: not needed); nodes: None without trees."""
+    """One forward's share of a step.
+
+    sampling: what it is trained at; token_places, token_labels [T]: rows among the packed columns and the tokens they
+    predict; token_hidden [T, Ht]: the target's states there (None: not needed); nodes: None without trees.
+    """
 
     sample_ids: list[str]
     counts: Sums
+    sampling: Sampling
     packed: PackedBatch
     token_places: Tensor
     token_labels: Tensor
@@ -118,12 +126,10 @@ class DrafterLoss(nn.Module):
         hidden = batch.token_hidden
         if hidden is None:
             return label_loss_sum(self._drafter.head, rows, batch.token_labels, Sampling(), self._vocab_size)
-        return row_loss_sum(
-            self._drafter.head, rows, self._target_logits(hidden), self._settings.sampling, self._vocab_size
-        )
+        return row_loss_sum(self._drafter.head, rows, self._target_logits(hidden), batch.sampling, self._vocab_size)
 
     def _node_sum(self, batch: MicroBatch, rows: Tensor) -> Tensor:
-        nodes, head, sampling = batch.nodes, self._drafter.head, self._settings.sampling
+        nodes, head, sampling = batch.nodes, self._drafter.head, batch.sampling
         assert nodes is not None  # there are rows
         if nodes.edge_weights is not None:
             return edge_loss_sum(head, rows, nodes.edges, nodes.edge_weights, sampling, self._vocab_size)

@@ -16,6 +16,7 @@ from exittrain.drafters.base import Drafter
 from exittrain.errors import InputError
 from exittrain.law.exit_law import batch_exit_law
 from exittrain.law.objectives import get_objective, node_terms, weight_at
+from exittrain.law.sampling import Sampling
 from exittrain.law.seeding import generator_for
 from exittrain.models.packed import PackedBatch, pack, pack_plain
 from exittrain.models.target import TargetModel
@@ -55,20 +56,21 @@ class DrafterTask:
 
     def prepare(self, step: int) -> list[MicroBatch]:
         plan = self._plan(step)
-        shares = self._shares(plan)
+        shares, sampling = self._shares(plan), self._loss.sampling_at(step)
         if not self._loss.uses_trees:
-            return [self._without_trees([plan.indices[i] for i in members]) for members in shares]
+            return [self._without_trees([plan.indices[i] for i in members], sampling) for members in shares]
         trees, own_rows = None if self._stored is not None else self._trees_of(step), self._own(plan)[3]
         batches = []
         for members in shares:
             indices, tree_sequence, anchors, rows = plan.share(members)
             if not len(rows):
-                batches.append(self._without_trees(indices))
+                batches.append(self._without_trees(indices, sampling))
             elif trees is None:
-                batches.append(self._with_trees(indices, tree_sequence, anchors, *self._stored_trees(plan, rows)))
+                stored = self._stored_trees(plan, rows)
+                batches.append(self._with_trees(indices, tree_sequence, anchors, sampling, *stored))
             else:
                 own = take_trees(trees, torch.searchsorted(own_rows, rows))
-                batches.append(self._with_trees(indices, tree_sequence, anchors, own, None))
+                batches.append(self._with_trees(indices, tree_sequence, anchors, sampling, own, None))
         return batches
 
     def scales(self, step: int, totals: Sums) -> Sums:
@@ -145,7 +147,7 @@ class DrafterTask:
                 sequences += [self._sequences.tokens[i] for i in indices]
             trees = draw_trees(
                 self._drafter, sequences, torch.cat(tree_sequence), torch.cat(anchors),
-                loss.shape, loss.sampling, loss.builder,
+                loss.shape, loss.sampling_at(step), loss.builder,
             )  # fmt: skip
             rows = torch.split(torch.arange(len(trees)), [len(part) for part in anchors])
             self._drawn = {later: take_trees(trees, part) for later, part in zip(block, rows, strict=True)}
@@ -158,16 +160,17 @@ class DrafterTask:
         edges = self._stored.edge_logprobs[chosen, : trees.token_ids.shape[1]]
         return trees, edges.to(self._target.device)
 
-    def _without_trees(self, indices: list[int]) -> MicroBatch:
+    def _without_trees(self, indices: list[int], sampling: Sampling) -> MicroBatch:
         """Sequences alone; without any, a stand-in that trains nothing but takes part in every reduction."""
         sequences = [self._sequences.tokens[i] for i in indices] or [self._sequences.tokens[0][:2]]
         packed = pack_plain(sequences).to(self._target.device)
         hidden = self._target.sequence_hidden(sequences, TARGET_TOKENS) if self._loss.token_loss == "kl" else None
-        return self._batch(indices, packed, hidden, None, {})
+        return self._batch(indices, sampling, packed, hidden, None, {})
 
     def _with_trees(
-        self, indices: list[int], tree_sequence: Tensor, anchors: Tensor, trees: TreeBatch, stored_edges: Tensor | None
-    ) -> MicroBatch:
+        self, indices: list[int], tree_sequence: Tensor, anchors: Tensor, sampling: Sampling, trees: TreeBatch,
+        stored_edges: Tensor | None,
+    ) -> MicroBatch:  # fmt: skip
         loss, target = self._loss, self._target
         sequences = [self._sequences.tokens[i] for i in indices]
         on_rows, use_kl = get_objective(loss.objective).on == "rows", loss.token_loss == "kl"
@@ -181,9 +184,7 @@ class DrafterTask:
             inputs = (sequences, edges.inner, tree_sequence, anchors, TARGET_TOKENS)
             along, at_nodes = target.hidden_with_trees(*inputs) if use_kl else (None, target.tree_hidden(*inputs))
             hidden = at_nodes.flatten(0, 1)[edges.places]
-            edge_logprobs, logits = score_edges(
-                target.head, hidden, edges, loss.sampling, target.vocab_size, keep=on_rows
-            )
+            edge_logprobs, logits = score_edges(target.head, hidden, edges, sampling, target.vocab_size, keep=on_rows)
         law = batch_exit_law(trees, edge_logprobs)
         terms = node_terms(loss.objective, trees, law, loss.normaliser, loss.depth_limit)
         columns = packed.tree_sequence[:, None] * packed.input_ids.shape[1] + packed.columns
@@ -194,11 +195,12 @@ class DrafterTask:
             hidden if on_rows and logits is None else None, logits,
         )  # fmt: skip
         counts = {"nodes": terms.denominator, "trees": float(len(trees)), "coverage": float(law.coverage.sum())}
-        return self._batch(indices, packed, along, nodes, counts)
+        return self._batch(indices, sampling, packed, along, nodes, counts)
 
     def _batch(
-        self, indices: list[int], packed: PackedBatch, along: Tensor | None, nodes: NodeTargets | None, counts: Sums
-    ) -> MicroBatch:
+        self, indices: list[int], sampling: Sampling, packed: PackedBatch, along: Tensor | None,
+        nodes: NodeTargets | None, counts: Sums,
+    ) -> MicroBatch:  # fmt: skip
         """`along` [S, L', Ht]: the target's states along the sequences, padded or not beyond them."""
         trained = torch.nn.utils.rnn.pad_sequence(
             [self._sequences.trained[i] for i in indices] or [torch.zeros(2, dtype=torch.bool)], batch_first=True
@@ -210,6 +212,7 @@ class DrafterTask:
         return MicroBatch(
             sample_ids=[self._sequences.ids[i] for i in indices],
             counts={"tokens": float(len(row)), **counts},
+            sampling=sampling,
             packed=packed,
             token_places=row * width + column,
             token_labels=packed.input_ids[row, column + 1],

@@ -48,22 +48,22 @@ def plain_gradients(made, target, step: int) -> dict[str, torch.Tensor]:
         wanted = target.head(target.hidden(sequence[None]))[0]
         rows = trained[1:].nonzero().flatten()
         if loss.token_loss == "kl":
-            token_sum = token_sum + kl_rows(wanted[rows], draft[rows], loss.sampling).sum()
+            token_sum = token_sum + kl_rows(wanted[rows], draft[rows], loss.samplings[0]).sum()
         else:
             token_sum = token_sum + cross_entropy_rows(draft[rows], sequence[rows + 1]).sum()
         tokens += len(rows)
         if not loss.uses_trees:
             continue
         mine = (plan.tree_sequence == member).nonzero().flatten()
-        session = made.drafter.session([sequence], torch.zeros_like(mine), plan.anchors[mine], loss.sampling)
+        session = made.drafter.session([sequence], torch.zeros_like(mine), plan.anchors[mine], loss.samplings[0])
         trees = build_best_first(session, SHAPE).trees
         packed = pack([sequence], trees, torch.zeros_like(mine), plan.anchors[mine])
         q_logits = drafter.head(packed.gather(drafter.tree_hidden(packed)))
         p_logits = target.head(packed.gather(target.hidden(packed.input_ids, packed.position_ids, packed.mask)))
-        law = batch_exit_law(trees, edge_logprobs(trees, process_logits(p_logits, loss.sampling)))
+        law = batch_exit_law(trees, edge_logprobs(trees, process_logits(p_logits, loss.samplings[0])))
         terms = node_terms(loss.objective, trees, law, loss.normaliser, SHAPE.depth)
-        kl = kl_rows(p_logits.flatten(0, 1), q_logits.flatten(0, 1), loss.sampling).view(terms.row_weights.shape)
-        log_q = edge_logprobs(trees, draft_logprobs(q_logits, loss.sampling))
+        kl = kl_rows(p_logits.flatten(0, 1), q_logits.flatten(0, 1), loss.samplings[0]).view(terms.row_weights.shape)
+        log_q = edge_logprobs(trees, draft_logprobs(q_logits, loss.samplings[0]))
         node_sum = node_sum + (terms.row_weights * kl).sum() - (terms.edge_weights * log_q).sum()
         denominator += terms.denominator
     total = loss.token_weight * token_sum / tokens + (loss.weight * node_sum / denominator if denominator else 0.0)
@@ -168,3 +168,20 @@ def test_copying_the_next_token_can_be_learnt(make_task) -> None:
     assert losses[-1] < 0.1
     logits = made.drafter.head(made.drafter.model.hidden(torch.arange(19)[None]))[0]
     assert cross_entropy_rows(logits, torch.arange(19)).mean() > 3
+
+
+def test_temperatures_take_turns(make_task: Callable[..., SimpleNamespace]) -> None:
+    """Blocks of `refresh_every` steps go through the temperatures; the loss of a step is the one of its temperature."""
+    hot, cold = Sampling(), Sampling(0.5)
+
+    def first_loss(step: int, *samplings: Sampling) -> float:
+        task = make_task(loss={"objective": "reach_kl", "refresh_every": 2, "samplings": samplings}).task
+        for _ in range(step % 2):
+            task.prepare(step - 1)
+        (batch,) = task.prepare(step)
+        _, sums = task.module(batch, {"token": 1.0, "node": 1.0})
+        return float(sums["token_loss"]) + float(sums["node_loss"])
+
+    for step, sampling in enumerate([hot, hot, cold, cold, hot]):
+        assert first_loss(step, hot, cold) == first_loss(step, sampling)
+    assert first_loss(2, hot, cold) != first_loss(2, hot)
