@@ -84,7 +84,7 @@ def trained_gradients(made, step: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("objective", ["token", *TREES])
 def test_gradient_is_the_plain_one(make_task, target, chunking: str, objective: str) -> None:
     normaliser = {"exit": "nodes", "reach_kl": "weights"}.get(objective, "anchors")
-    loss = {"objective": objective, "normaliser": normaliser, "weight": 0.7, "sampling": Sampling(0.8)}
+    loss = {"objective": objective, "normaliser": normaliser, "weight": 0.7, "samplings": (Sampling(0.8),)}
     made = make_task({"micro_batch_size": 2}, loss)
     expected = plain_gradients(made, target, step=1)
     found = trained_gradients(make_task({"micro_batch_size": 2}, loss), step=1)
@@ -170,7 +170,7 @@ def test_copying_the_next_token_can_be_learnt(make_task) -> None:
     assert cross_entropy_rows(logits, torch.arange(19)).mean() > 3
 
 
-def test_temperatures_take_turns(make_task: Callable[..., SimpleNamespace]) -> None:
+def test_temperatures_take_turns(make_task) -> None:
     """Blocks of `refresh_every` steps go through the temperatures; the loss of a step is the one of its temperature."""
     hot, cold = Sampling(), Sampling(0.5)
 
