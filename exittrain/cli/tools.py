@@ -19,6 +19,7 @@ def register(app: typer.Typer) -> None:
     app.command("eval")(evaluate)
     app.command()(report)
     app.command()(generate)
+    app.command()(benchmarks)
     models_app.command("list")(models_list)
     models_app.command("fetch")(models_fetch)
     app.add_typer(models_app, name="models")
@@ -129,7 +130,7 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="A user turn.")],
     target: Annotated[str, typer.Option("--target", help="Folder, GGUF file, hub id or known name.")],
     drafter: Annotated[str | None, typer.Option(help="Folder or spec (layers:4); none: plain decoding.")] = None,
-    builder: Annotated[str, typer.Option(help="best_first, beam, static, oracle")] = "best_first",
+    builder: Annotated[str, typer.Option(help="best_first, beam, static")] = "best_first",
     budget: Annotated[int, typer.Option(min=1, help="Drafted nodes a tree.")] = 16,
     depth: Annotated[int, typer.Option(min=1)] = 6,
     verifier: Annotated[str, typer.Option(help="tev, predraw, residual, greedy")] = "tev",
@@ -171,6 +172,17 @@ def generate(
         f"temperature {temperature:g}), {rate:.1f} tokens/s, ended by {out.finish_reason}",
         err=True,
     )
+
+
+def benchmarks(repeats: Annotated[int, typer.Option(min=1, help="Each side so often, in turn.")] = 5) -> None:
+    """What packing, batched drafting and the verifiers cost, each beside the plain way, in this process."""
+    import torch
+    from rich.console import Console
+
+    from exittrain.stages.benchmarks import benchmark_table, run_benchmarks
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    Console().print(benchmark_table(run_benchmarks(repeats=repeats, device=device)).rich())
 
 
 def models_list() -> None:

@@ -14,6 +14,7 @@ import torch
 from tiny_training import make_rows
 
 from exittrain.errors import InputError, Interrupted
+from exittrain.law.sampling import Sampling
 from exittrain.runtime.signals import StopFlag
 from exittrain.runtime.tracker import Tracker, read_metrics
 from exittrain.stages.training import checkpoints
@@ -201,7 +202,7 @@ def test_batches_without_trained_tokens_update_nothing(make_task: Callable, sequ
     trainer = Trainer(made.task, made.settings, deepspeed_config("zero0"))
     before = parameters(made)
     original = made.task.prepare
-    empty = made.task._without_trees([])
+    empty = made.task._without_trees([], Sampling())
     made.task.prepare = lambda step: [empty, empty]
     sums, totals, _ = trainer.step(0)
     assert sums == {} and not any(totals.values())
@@ -283,3 +284,16 @@ def test_a_finished_run_is_only_read(make_task: Callable, folder: Path) -> None:
     run(again, folder)
     assert_equal(parameters(again), parameters(made))
     shutil.rmtree(folder)
+
+
+def test_autocast_keeps_float32_weights(make_task: Callable) -> None:
+    """Half precision is for the arithmetic: losses move by rounding only, weights and resume stay as they are."""
+    losses = {}
+    for config in ("zero0", "zero0-autocast"):
+        made = make_task(None, TREE_LOSS)
+        trainer = Trainer(made.task, made.settings, deepspeed_config(config))
+        sums, totals, _ = trainer.step(0)
+        trainer.engine.close()
+        losses[config] = sums["token_loss"] / totals["tokens"]
+        assert {p.dtype for p in parameters(made).values()} == {torch.float32} and trainer.engine.plain
+    assert losses["zero0"] != losses["zero0-autocast"] == pytest.approx(losses["zero0"], rel=0.02)
