@@ -81,7 +81,7 @@ class Batch:
             roots = [row.last_token for row in self.rows]
             return roots_only(torch.tensor(roots, device=self.plan.target.device))
         self._state.extend([torch.tensor(tokens) for tokens in self._unread])
-        session = TimedSession(self._state.session(self.plan.sampling.for_drafting()), self.clock)
+        session = TimedSession(self._state.session(self.plan.sampling), self.clock)
         self.clock.lap("draft")
         draft = self.plan.builder(session, self.plan.shape)
         room = [self.plan.max_positions - row.length for row in self.rows]

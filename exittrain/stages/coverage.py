@@ -30,8 +30,7 @@ class Coverage:
     """Per anchor, in the order given (CPU tensors).
 
     coverage [R] float64: C of the drafter's tree, 1 + C the expected block length; depth_reach [R, D] float64: P(at
-    least d tokens accepted), summing to C over d; num_nodes [R]: drafted nodes; oracle [R] float64: C*(N), the target
-    drafting for itself, or None.
+    least d tokens accepted), summing to C over d; num_nodes [R]: drafted nodes.
     """
 
     tree_sequence: Tensor
@@ -39,7 +38,6 @@ class Coverage:
     coverage: Tensor
     depth_reach: Tensor
     num_nodes: Tensor
-    oracle: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +62,6 @@ def coverage_of(
     shape: TreeShape,
     sampling: Sampling,
     builder: str = "best_first",
-    oracle: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> Coverage:
     """Draw the drafter's tree at every anchor and score it with the target behind its full context.
@@ -75,16 +72,14 @@ def coverage_of(
     count = anchors.numel()
     coverage, num_nodes = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.int64)
     depth_reach = torch.zeros(count, shape.depth, dtype=torch.float64)
-    best = torch.zeros(count, dtype=torch.float64) if oracle else None
     for rows in anchor_groups([len(s) for s in sequences], tree_sequence, max_trees(target.vocab_size, shape)):
         scored = draw_and_score(target, drafter, sequences, tree_sequence, anchors, rows, shape, sampling, builder)
-        coverage[rows], depth_reach[rows] = scored.law.coverage.cpu(), _depth_reach(scored, shape.depth).cpu()
+        coverage[rows] = scored.law.coverage.cpu()
+        depth_reach[rows] = reach_by_depth(scored.trees, scored.law.reach, shape.depth).cpu()
         num_nodes[rows] = scored.trees.valid.sum(1).cpu() - 1
-        if best is not None:
-            best[rows] = _oracle_coverage(target, sequences, tree_sequence, anchors, rows, shape, sampling)
         if progress is not None:
             progress(rows.numel())
-    return Coverage(tree_sequence, anchors, coverage, depth_reach, num_nodes, best)
+    return Coverage(tree_sequence, anchors, coverage, depth_reach, num_nodes)
 
 
 @torch.no_grad()
@@ -113,25 +108,8 @@ def draw_and_score(
     return ScoredTrees(rows, trees, edges, hidden, edge_logprobs, batch_exit_law(trees, edge_logprobs))
 
 
-@torch.no_grad()
-def _oracle_coverage(
-    target: TargetModel,
-    sequences: Sequence[Tensor],
-    tree_sequence: Tensor,
-    anchors: Tensor,
-    rows: Tensor,
-    shape: TreeShape,
-    sampling: Sampling,
-) -> Tensor:
-    """[R'] C*(N): the target's own trees, whose draft log-probabilities are the target's: no second scoring is due."""
-    session = target.session(*group_inputs(sequences, tree_sequence, anchors, rows), sampling)
-    trees = get_builder("oracle")(session, shape).trees
-    assert trees.draft_logprobs is not None  # every builder sets them
-    return batch_exit_law(trees, trees.draft_logprobs.double()).coverage.cpu()
-
-
-def _depth_reach(scored: ScoredTrees, depth: int) -> Tensor:
-    """[R', D] reach summed over the nodes of each depth."""
-    depths, reach = scored.trees.depths, scored.law.reach
-    total = torch.zeros(len(scored.trees), depth + 1, dtype=reach.dtype, device=reach.device)
-    return total.scatter_add(1, depths, reach * scored.trees.valid)[:, 1:]
+def reach_by_depth(trees: TreeBatch, reach: Tensor, depth: int) -> Tensor:
+    """[R, D] sum of reach [R, M] over the nodes of each depth: the probability that at least d drafted tokens are
+    accepted, d from 1 to `depth`."""
+    columns = torch.zeros((len(trees), depth + 1), dtype=reach.dtype, device=reach.device)
+    return columns.scatter_add(1, trees.depths, torch.where(trees.valid, reach, 0.0))[:, 1:]

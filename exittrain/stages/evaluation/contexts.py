@@ -22,10 +22,10 @@ from exittrain.law.seeding import generator_for
 from exittrain.models.target import TargetModel
 from exittrain.runtime.progress import Bar, progress_bar
 from exittrain.runtime.signals import StopFlag
-from exittrain.stages.coverage import coverage_of
+from exittrain.stages.coverage import coverage_of, reach_by_depth
 from exittrain.stages.evaluation.results import ContextResult, VerifierResult
 from exittrain.stages.evaluation.tasks import Context, HeldoutSequence
-from exittrain.stages.training.trees import anchor_groups, max_trees
+from exittrain.stages.training.trees import anchor_groups, group_inputs, max_trees
 from exittrain.tree.batch import TreeBatch
 from exittrain.verify.registry import get_verifier
 
@@ -58,8 +58,7 @@ class ContextSet:
 
     def group(self, rows: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
         """(sequences, tree_sequence, anchors) of some rows, only the sequences they need."""
-        used, local = torch.unique(self.tree_sequence[rows], return_inverse=True)
-        return [self.sequences[index] for index in used.tolist()], local, self.anchors[rows]
+        return group_inputs(self.sequences, self.tree_sequence, self.anchors, rows)
 
     def spread(self, count: int) -> Tensor:
         """[<= count] rows, evenly spaced over all contexts."""
@@ -114,12 +113,6 @@ def _advance(bar: Bar, stop: StopFlag) -> Callable[[int], None]:
     return advance
 
 
-def reach_by_depth(trees: TreeBatch, reach: Tensor, depth: int) -> Tensor:
-    """[R, D] sum of reach over the nodes of each depth: the probability that at least d drafted tokens are accepted."""
-    columns = torch.zeros((len(trees), depth + 1), dtype=torch.float64, device=reach.device)
-    return columns.scatter_add(1, trees.depths, torch.where(trees.valid, reach, 0.0))[:, 1:]
-
-
 @torch.no_grad()
 def measure_verifiers(
     target: TargetModel, drafter: Drafter, contexts: ContextSet, verifiers: Sequence[str], builder: str,
@@ -134,7 +127,7 @@ def measure_verifiers(
     with progress_bar(len(contexts), description, "contexts") as bar:
         for rows in torch.split(torch.arange(len(contexts)), min(step, 64)):
             group = contexts.group(rows)
-            trees = get_builder(builder)(drafter.session(*group, sampling.for_drafting()), shape).trees
+            trees = get_builder(builder)(drafter.session(*group, sampling), shape).trees
             logits = target.head(target.tree_hidden(group[0], trees, group[1], group[2]))
             probs = process_logits(logits, sampling).exp()
             names = [(contexts.ids[row], int(contexts.anchors[row])) for row in rows.tolist()]
