@@ -167,7 +167,17 @@ def test_context_table_and_oracle():
     assert arm.tree_efficiency == pytest.approx(0.8)
     assert [d.marginal for d in token.depths] == pytest.approx([0.675, 0.375])
     assert table.gains[0].percent.value == pytest.approx(100 * (2.155 / 2.05 - 1), abs=1e-6)
-    assert "equal time" in tables.context_table(metrics_with(contexts=[table]), table).columns[2]
+    metrics = metrics_with(contexts=[table])
+    assert "equal time" in tables.context_table(metrics, table).columns[2]
+    assert tables.context_table(metrics, table).title.startswith("heldout, ")
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [("gsm8k (fixture)", "gsm8k (fixture)"), ("gsm8k", "gsm8k"), ("held-out data of the run", "gsm8k")],
+)
+def test_titles_say_fixture(source, shown):
+    assert tables.task_name(metrics_with(tasks={"gsm8k": source}), "gsm8k") == shown
 
 
 def test_verifiers_side_by_side_name_the_longer():
@@ -176,7 +186,7 @@ def test_verifiers_side_by_side_name_the_longer():
     result = VerifierResult(ids, 4, expected, expected, {"tev": 1e-5, "residual": 2e-5})
     table = summary.summarise_verifiers("t", 1.0, "d", result, FAST)
     assert table.longest == "tev"
-    printed = tables.verifier_table(table, result.seconds)
+    printed = tables.verifier_table(metrics_with(), table, result.seconds)
     assert "longest for tev" in printed.note and "cheapest: tev" in printed.note
     same = VerifierResult(ids, 4, dict.fromkeys(expected, expected["tev"]), expected, result.seconds)
     assert summary.summarise_verifiers("t", 1.0, "d", same, FAST).longest == "equal"
@@ -185,13 +195,13 @@ def test_verifiers_side_by_side_name_the_longer():
 def metrics_with(**parts) -> Metrics:
     names = ("d", "token", "arm", "ours", "control")
     return Metrics(
-        name="n", target_fingerprint="f", tasks={"t": "here"},
+        name="n", target_fingerprint="f",
         settings=Settings(
             builder="best_first", budget=4, depth=2, width=2, top_k=0, top_p=1.0, max_new_tokens=8, bootstrap=300,
             seed=0,
         ),
         drafters=[DrafterInfo(name=name, role="drafter", fingerprint="f") for name in names],
-        **{"contexts": [], "decode": [], "verifiers": [], **parts},
+        **{"tasks": {"t": "here"}, "contexts": [], "decode": [], "verifiers": [], **parts},
     )  # fmt: skip
 
 

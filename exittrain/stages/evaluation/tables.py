@@ -20,8 +20,9 @@ from exittrain.stages.evaluation.schema import (
 
 WORDS = (
     "Block length counts the bonus token; accepted tokens = block length - 1. Intervals are 95 % paired bootstrap "
-    "intervals over prompts (over sequences for fixed contexts). Gains are relative to the named control, on the same "
-    "prompts or contexts; 'above zero' means that the whole interval is."
+    "intervals over prompts (over sequences for fixed contexts); below 8 of them there is none. Gains are relative to "
+    "the named control, on the same prompts or contexts; 'above zero' means that the whole interval is. '(fixture)' "
+    "means the few prompts that come with exittrain, not the public benchmark of that name."
 )
 SHORT = {"interval above zero": "above zero", "interval below zero": "below zero", "interval holds zero": "holds zero"}
 
@@ -96,6 +97,12 @@ def label(metrics: Metrics, drafter: str) -> str:
     return f"{drafter} ({', '.join(words)})" if words else drafter
 
 
+def task_name(metrics: Metrics, task: str) -> str:
+    """`gsm8k (fixture)`: a task's name, with where its prompts come from unless that is the file of this name."""
+    source = metrics.tasks.get(task, task)
+    return source if source.startswith(f"{task} (") else task
+
+
 def context_table(metrics: Metrics, table: ContextTable) -> Table:
     rows = [
         (
@@ -108,7 +115,7 @@ def context_table(metrics: Metrics, table: ContextTable) -> Table:
         blank = [""] * len(gain_columns(table.gains))
         rows.append(("oracle (best trees of this budget)", interval(table.oracle_block_length), *blank, number(1.0)))
     return Table(
-        f"{table.task}, temperature {table.temperature:g}: expected block length at fixed contexts",
+        f"{task_name(metrics, table.task)}, temperature {table.temperature:g}: expected block length at fixed contexts",
         f"1 + coverage, exact: mean over {table.num_contexts:,} contexts of {table.num_sequences:,} sequences.",
         ("drafter", "1 + coverage", *_gain_names(table.gains), "tree efficiency"),
         tuple(rows),
@@ -129,9 +136,10 @@ def decode_table(metrics: Metrics, table: DecodeTable) -> Table:
         for row in table.drafters
     ]
     return Table(
-        f"{table.task}, temperature {table.temperature:g}, verifier {table.verifier}: block length by decoding",
+        f"{task_name(metrics, table.task)}, temperature {table.temperature:g}, verifier {table.verifier}: "
+        "block length by decoding",
         f"On the {table.common_prompts} prompts that every drafter finished. '1 + coverage' is computed at the very "
-        "rounds that were decoded; the pooled block length must lie in its interval.",
+        "rounds that were decoded; the pooled block length lies in its interval (agrees) 95 times in 100.",
         (
             "drafter", "block length (mean per prompt)", *_gain_names(table.gains_prompt_mean),
             "block length (pooled over rounds)", "1 + coverage (same rounds)", "accepted tokens (pooled)",
@@ -148,7 +156,6 @@ def _counts(row: DecodeRow) -> str:
 
 def depth_table(metrics: Metrics, table: ContextTable | DecodeTable) -> Table:
     """Accepted tokens by depth: both rates, both named."""
-    exact = isinstance(table, ContextTable)
     depths = sorted({depth.depth for row in table.drafters for depth in row.depths})
     rows = []
     for row in table.drafters:
@@ -156,16 +163,20 @@ def depth_table(metrics: Metrics, table: ContextTable | DecodeTable) -> Table:
         for kind in ("marginal", "conditional"):
             values = [number(getattr(found[d], kind)) if d in found else "" for d in depths]
             rows.append((row.drafter, kind, *values))
-    source = "exact at fixed contexts" if exact else "measured by decoding, pooled over rounds"
+    source = (
+        "exact at fixed contexts"
+        if isinstance(table, ContextTable)
+        else f"measured by decoding with {table.verifier}, pooled over rounds"
+    )
     return Table(
-        f"{table.task}, temperature {table.temperature:g}: accepted tokens by depth ({source})",
+        f"{task_name(metrics, table.task)}, temperature {table.temperature:g}: accepted tokens by depth ({source})",
         "marginal: P(accepted >= d). conditional: P(accepted >= d | accepted >= d - 1).",
         ("drafter", "rate", *(f"d = {d}" for d in depths)),
         tuple(rows),
     )
 
 
-def verifier_table(table: VerifierTable, seconds: dict[str, float] | None = None) -> Table:
+def verifier_table(metrics: Metrics, table: VerifierTable, seconds: dict[str, float] | None = None) -> Table:
     """Verifiers on the same trees. seconds: a verdict's wall clock, where it was measured."""
     rows = [
         (row.verifier, number(row.expected, 4), interval(row.measured, 4))
@@ -175,7 +186,8 @@ def verifier_table(table: VerifierTable, seconds: dict[str, float] | None = None
     longest = "equal for all" if table.longest == "equal" else f"longest for {table.longest}"
     cheapest = f"; cheapest: {min(seconds, key=lambda rule: seconds[rule])}" if seconds and len(seconds) > 1 else ""
     return Table(
-        f"{table.task}, temperature {table.temperature:g}: verifiers on the same trees of {table.drafter}",
+        f"{task_name(metrics, table.task)}, temperature {table.temperature:g}: "
+        f"verifiers on the same trees of {table.drafter}",
         f"{table.num_trees:,} trees, {table.draws} verdicts each. Expected block length: {longest}{cheapest}.",
         ("verifier", "expected block length (exact)", "block length (mean of verdicts)")
         + (("microseconds a verdict",) if seconds else ()),
@@ -231,7 +243,7 @@ def main_tables(metrics: Metrics, timing: dict[str, Any]) -> list[Table]:
     return [
         *(context_table(metrics, table) for table in metrics.contexts),
         *(decode_table(metrics, table) for table in metrics.decode),
-        *(verifier_table(t, costs.get((t.task, t.temperature, t.drafter))) for t in metrics.verifiers),
+        *(verifier_table(metrics, t, costs.get((t.task, t.temperature, t.drafter))) for t in metrics.verifiers),
         *clock,
     ]
 

@@ -92,12 +92,12 @@ def headline(metrics: Metrics) -> list[Line]:
         for group in _by_control(arms):
             best = max(group, key=lambda gain: gain.percent.value)
             among = f"(best of {len(group)} arms) " if len(group) > 1 else ""
-            lines.append(_headline_line(table, exact, best, among))
+            lines.append(_headline_line(metrics, table, exact, best, among))
     if not lines:
         for table in metrics.contexts or metrics.decode:
             rows: Sequence[ContextRow | DecodeRow] = table.drafters
             row = max(rows, key=_length)
-            where = f"{table.task}, temperature {table.temperature:g}"
+            where = f"{tables.task_name(metrics, table.task)}, temperature {table.temperature:g}"
             lines.append(
                 Line(f"{row.drafter}: block length {_length(row):.3f}", f"on {where}. No control to compare with.")
             )
@@ -111,7 +111,7 @@ def _by_control(gains: Sequence[Gain]) -> list[list[Gain]]:
     return [list(group) for _, group in groupby(sorted(gains, key=key), key=key)]
 
 
-def _headline_line(table: ContextTable | DecodeTable, exact: bool, best: Gain, among: str) -> Line:
+def _headline_line(metrics: Metrics, table: ContextTable | DecodeTable, exact: bool, best: Gain, among: str) -> Line:
     part = best.percent
     bounds = "" if part.low is None or part.high is None else f" [{part.low:+.2f}, {part.high:+.2f}]"
     units = f"{table.num_contexts:,} contexts" if isinstance(table, ContextTable) else f"{table.common_prompts} prompts"
@@ -120,7 +120,7 @@ def _headline_line(table: ContextTable | DecodeTable, exact: bool, best: Gain, a
     )
     text = (
         f"{among}over {best.control} ({best.basis}) in {measure} at temperature {table.temperature:g}, {units} of "
-        f"{table.task}: {best.verdict}."
+        f"{tables.task_name(metrics, table.task)}: {best.verdict}."
     )
     return Line(f"{best.drafter} {part.value:+.2f} %{bounds}", text, TONES.get(best.verdict, ""))
 
@@ -132,11 +132,11 @@ def _length(row: ContextRow | DecodeRow) -> float:
 
 def _gains(data: RunData, run: str) -> Part:
     metrics = data.metrics
-    tasks = len({t.task for t in metrics.contexts})
-    exact = [(f"{t.task}, T = {t.temperature:g}" if tasks > 1 else f"temperature {t.temperature:g}", t.gains)
-             for t in metrics.contexts if t.gains]  # fmt: skip
+    exact = [
+        (f"{tables.task_name(metrics, t.task)}, T = {t.temperature:g}", t.gains) for t in metrics.contexts if t.gains
+    ]
     decoded = [
-        (f"{t.task}, T = {t.temperature:g}, {t.verifier}", t.gains_prompt_mean)
+        (f"{tables.task_name(metrics, t.task)}, T = {t.temperature:g}, {t.verifier}", t.gains_prompt_mean)
         for t in metrics.decode
         if t.gains_prompt_mean
     ]
@@ -172,7 +172,10 @@ def _decoding(data: RunData, run: str) -> Part:
         "Block lengths measured by decoding, beside what the trees of the very same rounds promised. " + tables.WORDS,
         tables=[
             *(tables.decode_table(metrics, table) for table in metrics.decode),
-            *(tables.verifier_table(t, costs.get((t.task, t.temperature, t.drafter))) for t in metrics.verifiers),
+            *(
+                tables.verifier_table(metrics, t, costs.get((t.task, t.temperature, t.drafter)))
+                for t in metrics.verifiers
+            ),
         ] if metrics.decode or metrics.verifiers else [],
     )  # fmt: skip
 
