@@ -47,7 +47,7 @@ def test_tasks_exist(path: Path) -> None:
 
 @pytest.mark.parametrize("path", DEEPSPEED, ids=lambda path: path.stem)
 def test_deepspeed_files_hold_zero_and_precision_only(path: Path) -> None:
-    assert set(json.loads(path.read_text())) <= {"zero_optimization", "bf16", "fp16"}
+    assert set(json.loads(path.read_text())) <= {"zero_optimization", "bf16", "fp16", "torch_autocast"}
 
 
 def test_recipe_files_are_found_by_bare_name() -> None:
