@@ -17,10 +17,12 @@ RecipeArgument = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Dotted overrides: train.lr=1e-4 train.arms.token.steps=5"),
+    typer.Argument(
+        metavar="[KEY=VALUE]...", help="Settings to override: train.lr=1e-4 train.arms.token.steps=5 name=other"
+    ),
 ]
 PlanOption = Annotated[bool, typer.Option("--plan", help="Print steps, tokens, memory, disk; start nothing.")]
-ShowOption = Annotated[int, typer.Option("--show", min=0, help="Print so many samples, trained tokens coloured.")]
+ShowOption = Annotated[int, typer.Option("--show", min=0, help="Print this many samples, trained tokens coloured.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -30,7 +32,10 @@ def register(app: typer.Typer) -> None:
 
 
 def data(recipe: RecipeArgument, overrides: Overrides = None, plan: PlanOption = False, show: ShowOption = 0) -> None:
-    """Prompts to conversations: given responses, or responses written by the target."""
+    """Read conversations, or let the target write them.
+
+    Nothing else of the run is started (but a target that the recipe makes from nothing is trained first).
+    """
     context = run_verb(["target", "data"], recipe, overrides, plan)
     if context is not None and show:
         from exittrain.stages.data import show_samples
@@ -39,27 +44,42 @@ def data(recipe: RecipeArgument, overrides: Overrides = None, plan: PlanOption =
 
 
 def warmup(recipe: RecipeArgument, overrides: Overrides = None, plan: PlanOption = False) -> None:
-    """A drafter from nothing, by token loss: the warm start of every arm."""
+    """Train the first drafter by token loss: where every arm starts.
+
+    It starts from layers of the target, another model, or nothing, as the recipe's `drafter` says.
+    """
     run_verb(["warmup"], recipe, overrides, plan)
 
 
 def collect(recipe: RecipeArgument, overrides: Overrides = None, plan: PlanOption = False) -> None:
-    """The drafter's own trees at many anchors, scored by the target: exit-law targets in shards."""
+    """Draw the first drafter's trees, scored by the target.
+
+    Written as Parquet shards with the probability of leaving the tree at every node. The report shows some; arms with
+    `source: shards` train on them, all others draw trees of their own while they train.
+    """
     run_verb(["collect"], recipe, overrides, plan)
 
 
 def train(recipe: RecipeArgument, overrides: Overrides = None, plan: PlanOption = False) -> None:
-    """Every arm from the same warm start: node objectives and their equal-compute control."""
+    """Train every arm and its controls from the same start.
+
+    An arm is one variant of `train.arms`: an objective and its settings. A control has the same data and steps (with
+    `match_time`: the same time) and only the token loss.
+    """
     run_verb(["train"], recipe, overrides, plan)
 
 
 def run(recipe: RecipeArgument, overrides: Overrides = None, plan: PlanOption = False) -> None:
-    """All stages, resuming what is done; the same command goes on after a kill."""
+    """All stages in order; the same command goes on after a kill.
+
+    A stage that is done is skipped. A changed setting redoes the stages that depend on it and REPLACES their results:
+    add `name=other` to keep both.
+    """
     run_verb(None, recipe, overrides, plan)
 
 
 def plan(recipe: RecipeArgument, overrides: Overrides = None) -> None:
-    """What `run` would do: steps, tokens, memory, disk and processes. Starts nothing."""
+    """Print steps, tokens, memory and disk; start nothing."""
     run_verb(None, recipe, overrides, True)
 
 

