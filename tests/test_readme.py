@@ -88,3 +88,9 @@ def test_every_recipe_and_folder_it_names_exists() -> None:
         words = line.strip().split("   ")[0].split()
         for word in words if words and words[0].endswith("/") else []:
             assert (ROOT / word).is_dir() or (ROOT / "exittrain" / word).is_dir(), word
+
+
+def test_recipe_example(tmp_path: Path) -> None:
+    (example,) = re.findall(r"```yaml\n(.*?)```", README, re.S)
+    (tmp_path / "my.yaml").write_text(example, encoding="utf-8")
+    assert run(["plan", str(tmp_path / "my.yaml")]) == 0
