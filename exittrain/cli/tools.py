@@ -152,7 +152,7 @@ def generate(
     verifier: Annotated[str, typer.Option(help="tev, predraw, residual, greedy")] = "tev",
     temperature: Annotated[float, typer.Option(min=0.0)] = 1.0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the answer.")] = 64,
-    seed: Annotated[int, typer.Option()] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="The prompt as it is, without the chat template.")] = False,
 ) -> None:
     """Answer one prompt; the block length goes to standard error."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from exittrain.config.schema import ArmSection, OptimSection, Recipe, SourceSection
 from exittrain.errors import InputError, nearest
 
+MIN_SCRATCH_VOCAB = 257  # every byte, and the end
 SHAPE_KEYS = "hidden_size, num_layers, num_heads, intermediate_size"
 
 
@@ -34,6 +35,13 @@ def _target(recipe: Recipe) -> str | None:
         shape = target.scratch.shape
         if shape.hidden_size % shape.num_heads or (shape.hidden_size // shape.num_heads) % 2:
             return "'target.scratch.shape.hidden_size' must be num_heads times an even number"
+        if target.scratch.vocab_size < MIN_SCRATCH_VOCAB:
+            return (
+                f"'target.scratch.vocab_size' is {target.scratch.vocab_size}: "
+                f"at least {MIN_SCRATCH_VOCAB}, every byte and the end"
+            )
+        if recipe.data.train.kind != "text" or (recipe.eval and set(recipe.eval.tasks) - {"heldout"}):
+            return "a target made from nothing has no chat template: data of kind 'text' and eval.tasks [heldout] only"
     return None
 
 

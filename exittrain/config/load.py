@@ -25,9 +25,16 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
             of the wrong type or range, or settings that contradict each other.
     """
     file = find_recipe(path)
-    tree = _parse(file.read_text(encoding="utf-8"), str(file))
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        raise InputError(f"cannot read {file}: {reason}") from None
+    tree = _parse(text, str(file))
     if not isinstance(tree, dict):
         raise InputError(f"{file} is no recipe: a mapping of sections is expected")
+    if Path(path).is_dir():
+        tree["run_dir"] = str(path)  # a run folder may have been moved or copied: where it is now counts
     for override in overrides:
         apply_override(tree, override)
     return build_recipe(tree, str(file))
@@ -139,7 +146,10 @@ def _mapping_value(annotation: Any) -> Any:
 
 def _is_branch(part: str | int) -> bool:
     """pydantic puts the alternative of a union it tried (`list[int]`, `constrained-int`) into the place."""
-    return isinstance(part, str) and (part.endswith("]") or part in ("int", "str", "float", "bool", "constrained-int"))
+    return isinstance(part, str) and (part.endswith("]") or part in _BRANCHES)
+
+
+_BRANCHES = ("int", "str", "float", "bool", "constrained-int", "constrained-float")
 
 
 def _parse(text: str, origin: str) -> Any:
@@ -160,6 +170,8 @@ class _Loader(yaml.SafeLoader):
         seen = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str):
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is no word", key_node.start_mark)
             if key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
             seen.add(key)

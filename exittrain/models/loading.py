@@ -26,25 +26,34 @@ _UNREADABLE = (
 
 def load_pretrained(source: str | Path, dtype: torch.dtype, attention: str) -> tuple[Any, Any, str]:
     """(module, tokenizer or None, display name) of a model source; raises InputError where it cannot be used."""
+    check_source(source)
     path = Path(source).expanduser()
     if not path.exists():
         if str(source) in KNOWN_MODELS:
             return (*load_pretrained(fetch(str(source)), dtype, attention)[:2], str(source))
-        if path.is_absolute() or str(source).startswith(("./", "../", "~")) or path.suffix == ".gguf":
-            raise InputError(f"{source} does not exist; name a folder, a GGUF file, a hub id or a known model")
         return *_load(str(source), str(source), dtype, attention), str(source)
     if path.is_file():
-        if path.suffix != ".gguf":
-            raise InputError(f"{path} is a file but not a .gguf; name the model's folder instead")
         return *_load(str(path.parent), str(path), dtype, attention, gguf_file=path.name), path.stem
     if (path / "config.json").exists():
-        check_weights(path)
         return *_load(str(path), str(path), dtype, attention), path.resolve().name
-    files = sorted(path.glob("*.gguf"))
-    if len(files) == 1:
-        return load_pretrained(files[0], dtype, attention)
-    found = f"{len(files)} GGUF files, name one of them" if files else "neither a config.json nor a GGUF file"
-    raise InputError(f"{path} holds {found}")
+    return load_pretrained(next(path.glob("*.gguf")), dtype, attention)
+
+
+def check_source(source: str | Path) -> None:
+    """Raise InputError where a path holds no whole model; hub ids and known names pass. Loads nothing."""
+    path = Path(source).expanduser()
+    if not path.exists():
+        is_path = path.is_absolute() or str(source).startswith(("./", "../", "~")) or path.suffix == ".gguf"
+        if is_path and str(source) not in KNOWN_MODELS:
+            raise InputError(f"{source} does not exist; name a folder, a GGUF file, a hub id or a known model")
+    elif path.is_file():
+        if path.suffix != ".gguf":
+            raise InputError(f"{path} is a file but not a .gguf; name the model's folder instead")
+    elif (path / "config.json").exists():
+        check_weights(path)
+    elif len(files := sorted(path.glob("*.gguf"))) != 1:
+        found = f"{len(files)} GGUF files, name one of them" if files else "neither a config.json nor a GGUF file"
+        raise InputError(f"{path} holds {found}")
 
 
 def check_weights(folder: Path) -> None:

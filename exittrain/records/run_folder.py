@@ -37,7 +37,8 @@ class RunFolder:
         """The key a finished stage was made with, or None when it is not finished (or its mark is unreadable)."""
         try:
             done = json.loads((self.path / stage / DONE).read_text(encoding="utf-8"))
-            return str(done["key"]) if done["schema_version"] == SCHEMA_VERSION else None
+            whole = done["schema_version"] == SCHEMA_VERSION and isinstance(done["files"], dict)
+            return str(done["key"]) if whole else None
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Iterator
@@ -16,11 +17,16 @@ def hold(folder: str | Path) -> Iterator[None]:
     """Own `folder` while inside.
 
     Raises:
-        InputError: another process owns it (named).
+        InputError: another process owns it (named), or nothing can be written there.
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise InputError(f"cannot write in {folder} ({error.strerror}): set another run_dir") from None
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

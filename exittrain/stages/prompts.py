@@ -94,6 +94,7 @@ def load_set(
         prompts = read_set(known[name])
         rows, source = _rows_of(prompts, public == "public")
         return choose(rows, source, prompts.template, count or prompts.count, seed or prompts.seed)
+    check_set(name_or_path)
     path = Path(name_or_path)
     if not path.exists() and any((root / path).exists() for root in ROOTS):
         path = share_path(name_or_path)
@@ -101,11 +102,22 @@ def load_set(
         return choose(read_folder(path, split), path.name, None, count, seed)
     if path.is_file():
         return choose(list(read_file(path)), path.name, None, count, seed)
-    if path.suffix in FILE_ENDINGS or "/" not in name_or_path:
-        raise InputError(f"{name_or_path!r} is neither a prompt set nor a file{nearest(name, sorted(known))}")
     hub, _, revision = name_or_path.partition("@")
     hub, _, config = hub.partition(":")
     return choose(read_hub(hub, config or None, revision or None, split), name_or_path, None, count, seed)
+
+
+def check_set(name_or_path: str) -> None:
+    """Raises:
+    InputError: `load_set` would find nothing of that name here. What may be a hub data set passes.
+    """
+    name, _, public = name_or_path.partition(":")
+    known = known_sets()
+    path = Path(name_or_path)
+    if (name in known and public in ("", "public")) or any((root / path).exists() for root in (Path(), *ROOTS)):
+        return
+    if path.suffix in FILE_ENDINGS or path.is_absolute() or "/" not in name_or_path:
+        raise InputError(f"{name_or_path!r} is neither a prompt set nor a file{nearest(name, sorted(known))}")
 
 
 def known_sets() -> dict[str, Path]:

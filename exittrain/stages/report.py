@@ -29,6 +29,8 @@ def report(runs: Sequence[str | Path], out: str | Path) -> Path:
     """
     if not runs:
         raise InputError("no run to report on: name at least one run folder")
+    if Path(out).is_dir():
+        raise InputError(f"{out} is a folder: name the page's file, such as {Path(out) / 'report.html'}")
     data = [load_run(Path(run)) for run in runs]
     pages = [make_page(run, number) for number, run in enumerate(data)]
     title = data[0].name if len(data) == 1 else f"{len(data)} runs"

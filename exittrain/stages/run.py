@@ -12,6 +12,7 @@ from exittrain.runtime.lock import hold
 from exittrain.runtime.provenance import collect_provenance
 from exittrain.stages.context import STAGES, StageContext, say
 from exittrain.stages.plan import check_disk
+from exittrain.stages.sources import check_sources
 
 FUNCTIONS = {
     "target": ("scratch", "run_target"),
@@ -58,6 +59,7 @@ def run_stages(context: StageContext, names: Sequence[str]) -> None:
     """
     ranks.setup(context.device)
     _check(context, names)
+    check_sources(context, names)
     if not ranks.is_main():
         _each(context, names)
         return
@@ -124,7 +126,7 @@ def _prepare(context: StageContext, name: str, key: str) -> str:
         say(f"{name}: going on")
     else:
         say(f"{name}: starting")
-    if name != "train":  # train keeps its arms: each has a key of its own
+    if name not in ("data", "train"):  # data replaces itself when all is read; train's arms have keys of their own
         run.begin(name, key)
     return "todo"
 

@@ -30,7 +30,6 @@ from exittrain.stages.warmup import engine_config, start_stage
 
 STAGE = "target"
 END = "<|endoftext|>"
-MIN_VOCAB = 257  # every byte, and the end
 HELD_OUT_WINDOWS = 64
 
 
@@ -40,7 +39,7 @@ def run_target(context: StageContext) -> None:
     Held-out files of the corpus (`text_files`) are never trained on.
 
     Raises:
-        InputError: no such corpus, too little text, or a vocabulary smaller than the bytes.
+        InputError: no such corpus, or too little text.
         Interrupted: stopped by a signal, with a checkpoint.
     """
     section, key = context.recipe.target.scratch, context.stage_key(STAGE)
@@ -83,8 +82,6 @@ def corpus_tokenizer(folder: Path, files: Sequence[Path], vocab_size: int) -> An
     """A byte-level BPE learnt from `files`, made once and kept in `folder`/tokenizer; every text has a tokenisation."""
     from transformers import PreTrainedTokenizerFast
 
-    if vocab_size < MIN_VOCAB:
-        raise InputError(f"'target.scratch.vocab_size' is {vocab_size}: at least {MIN_VOCAB}, every byte and the end")
     if is_main() and not (folder / "tokenizer").exists():
         with atomic_folder(folder / "tokenizer") as temporary:
             tokenizer = _train_bpe(files, vocab_size)

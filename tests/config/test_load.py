@@ -111,10 +111,26 @@ def test_missing_sections_and_files(tmp_path: Path) -> None:
         ("eval={tasks: []}", "'eval.tasks' is empty"),
         ("eval={decode: false}", "measures nothing"),
         ("name=../x", "becomes a folder"),
+        ("train.arms.reach.temperature=[]", "'train.arms.reach.temperature' cannot be"),
     ],
 )
 def test_contradictions_are_found_before_anything_runs(recipe_file: Path, override: str, expected: str) -> None:
     assert expected in fail(recipe_file, override)
+
+
+TINY = Path(__file__).resolve().parents[1] / "fixtures/tiny.yaml"
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("target.scratch.vocab_size=256", "at least 257"),
+        ("eval.tasks=[gsm8k]", "has no chat template"),
+        ("data.train={kind: prompts, path: everyday}", "has no chat template"),
+    ],
+)
+def test_limits_of_a_target_made_from_nothing(override: str, expected: str) -> None:
+    assert expected in fail(TINY, override)
 
 
 def test_resolved_recipe_loads_again(recipe_file: Path, tmp_path: Path) -> None:
@@ -122,4 +138,23 @@ def test_resolved_recipe_loads_again(recipe_file: Path, tmp_path: Path) -> None:
 
     recipe = load_recipe(recipe_file)
     RunFolder(tmp_path / "run").write_recipe(recipe)
-    assert load_recipe(tmp_path / "run") == recipe
+    again = load_recipe(tmp_path / "run")
+    assert again == recipe.model_copy(update={"run_dir": str(tmp_path / "run")})
+
+
+def test_a_run_folder_is_where_it_is_now(recipe_file: Path, tmp_path: Path) -> None:
+    from exittrain.records.run_folder import RunFolder
+
+    RunFolder(tmp_path / "old").write_recipe(load_recipe(recipe_file, [f"run_dir={tmp_path / 'old'}"]))
+    (tmp_path / "old").rename(tmp_path / "new")
+    assert load_recipe(tmp_path / "new").run_dir == str(tmp_path / "new")
+    assert load_recipe(tmp_path / "new", ["run_dir=other"]).run_dir == "other"
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [(b"name: \xff", "no UTF-8"), (b"[a]: 3", "line 1: key ['a'] is no word"), (b"on: 3", "key True is no word")],
+)
+def test_files_that_are_no_recipe(tmp_path: Path, content: bytes, expected: str) -> None:
+    (tmp_path / "bad.yaml").write_bytes(content)
+    assert expected in fail(tmp_path / "bad.yaml")

@@ -37,7 +37,17 @@ def test_damage_is_named(tmp_path: Path) -> None:
     assert "missing" in str(run.damage("data"))
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"key": "k1"}', "[]", '{"key": "k1", "schema_version": 0, "files": {}}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        '{"key": "k1"}',
+        "[]",
+        '{"key": "k1", "schema_version": 1}',
+        '{"key": "k1", "schema_version": 0, "files": {}}',
+    ],
+)
 def test_unreadable_or_foreign_mark_is_not_done(tmp_path: Path, text: str) -> None:
     run = finished(tmp_path)
     (run.stage("data") / "DONE.json").write_text(text)

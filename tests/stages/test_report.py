@@ -213,6 +213,8 @@ def test_user_mistakes_name_the_remedy(tmp_path):
         report([tmp_path], tmp_path / "x.html")
     with pytest.raises(InputError, match="at least one"):
         report([], tmp_path / "x.html")
+    with pytest.raises(InputError, match="is a folder"):
+        report([tmp_path], tmp_path)
     run = make_run(tmp_path / "a")
     write_json(run / "eval" / "metrics.json", {"schema_version": 99})
     with pytest.raises(InputError, match="another schema"):

@@ -111,6 +111,32 @@ def test_two_runs_on_one_folder_refuse_one_another(corpus: Path, tmp_path: Path)
         run_all(StageContext(recipe_of(corpus), RunFolder(tmp_path)))
 
 
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("target.scratch.corpus=/none", "corpus '/none' is no folder"),
+        ("data.train.path=/none", "corpus '/none' is no folder"),
+        ("data.max_length=100000", "the target has 2048 positions"),
+        ("drafter={init: /none}", "/none does not exist"),
+        ("drafter={kind: causal_lm, model: /none}", "/none does not exist"),
+        ("tree={builder: static, branching: oak}", "no static shape 'oak'"),
+        ("train.deepspeed=zero9", "no DeepSpeed config 'zero9'"),
+    ],
+)
+def test_bad_input_costs_nothing_that_was_made(copy: Path, corpus: Path, override: str, expected: str) -> None:
+    """What a recipe names is looked up before a stage that depends on it is given up."""
+    before = {path.relative_to(copy): path.read_bytes() for path in copy.glob("*/**/*") if path.is_file()}
+    with pytest.raises(InputError, match=expected):
+        run_all(StageContext(recipe_of(corpus, override), RunFolder(copy)))
+    assert before == {path.relative_to(copy): path.read_bytes() for path in copy.glob("*/**/*") if path.is_file()}
+
+
+def test_a_folder_that_cannot_be_written_is_named(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="set another run_dir"):
+        run_all(StageContext(recipe_of(corpus), RunFolder(tmp_path / "file/run")))
+
+
 def test_too_little_disk_stops_before_the_start(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
     with pytest.raises(InputError, match="GiB are free"):
