@@ -32,13 +32,24 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         _leave(f"exittrain: {error}", InputError.exit_code)
     except Interrupted as error:
         _leave(f"exittrain: {error}", Interrupted.exit_code)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        _leave(f"exittrain: {error.strerror}: make room and run the same command again, it goes on", 1)
     except KeyboardInterrupt:
         _leave("exittrain: interrupted", Interrupted.exit_code)
+    except Exception as error:
+        if not _disk_is_full(error):
+            raise
+        _leave("exittrain: no space left on the disk: make room and run the same command again, it goes on", 1)
     sys.exit(0)
+
+
+def _disk_is_full(error: BaseException | None) -> bool:
+    """Also where it only began there: torch and safetensors answer a failed write with errors of their own."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if f"os error {errno.ENOSPC}" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _leave(line: str, code: int) -> NoReturn:

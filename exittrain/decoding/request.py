@@ -43,6 +43,8 @@ def as_prompts(prompt_ids: Any) -> tuple[list[list[int]], bool]:
         raise InputError("prompt_ids is a mapping of a tokenizer's outputs; give its input_ids")
     if len(prompt_ids) == 0:
         raise InputError("no prompt; give at least one token, such as the beginning-of-text token")
+    if isinstance(prompt_ids[0], str):
+        raise InputError("prompt_ids is text; give token ids: target.tokenizer(text)['input_ids']")
     single = torch.as_tensor(prompt_ids[0]).dim() == 0
     prompts = [prompt_ids] if single else list(prompt_ids)
     rows = []

@@ -108,9 +108,10 @@ class TargetModel(CausalModel):
                 f"the tree at anchor {anchor} has root token {int(tree.token_ids[0])}; the sequence has "
                 f"{int(sequence[anchor])} there"
             )
-        largest = max(int(tree.token_ids.max()), int(sequence.max()))
-        if largest >= self.vocab_size or int(sequence.min()) < 0:
-            raise InputError(f"token ids must lie in 0..{self.vocab_size - 1} for {self.name}, found {largest}")
+        ids = torch.cat([sequence, tree.token_ids.to(sequence.device)])
+        outside = ids[(ids < 0) | (ids >= self.vocab_size)]
+        if len(outside):
+            raise InputError(f"token ids must lie in 0..{self.vocab_size - 1} for {self.name}, found {int(outside[0])}")
         if anchor + int(tree.depths.max()) >= self.max_positions:
             raise InputError(f"the tree at anchor {anchor} passes the {self.max_positions} positions of {self.name}")
 

@@ -75,7 +75,8 @@ def _check(context: StageContext, names: Sequence[str]) -> None:
     available, run = wanted(context), context.run
     for name in names:
         if name not in available:
-            raise InputError(f"the recipe has no {name!r} section")
+            section = {"target": "target.scratch", "report": "eval"}.get(name, name)  # what the stage needs
+            raise InputError(f"the recipe has no {section!r} section")
         for before in available[: available.index(name)]:
             if before in names or (before == "collect" and not _uses_shards(context)):
                 continue

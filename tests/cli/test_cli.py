@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import shutil
 import subprocess
@@ -99,6 +100,27 @@ def test_interruption_exits_75_and_failure_raises(
     monkeypatch.setattr(run, "run_stages", broken)
     with pytest.raises(RuntimeError, match="bug"):
         main(["run", TINY])
+
+
+def test_a_full_disk_is_one_line_whoever_met_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch.save raises its own error over the system's; safetensors knows the number only."""
+    from exittrain.stages import run
+
+    def over_another(*_: Any) -> None:
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        except OSError:
+            raise RuntimeError("unexpected pos 64 vs 0")  # noqa: B904  # as torch does
+
+    def by_number(*_: Any) -> None:
+        raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    for failure in (over_another, by_number):
+        monkeypatch.setattr(run, "run_stages", failure)
+        code, _, err = call(capsys, "run", TINY)
+        assert code == 1 and err.count("\n") == 1 and "make room and run the same command again" in err
 
 
 def test_failure_shows_a_traceback_and_exits_1() -> None:

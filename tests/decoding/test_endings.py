@@ -125,6 +125,8 @@ def test_the_drafter_s_positions_count_too(target):
         ([[1, 2], []], {}, "prompt 1 is empty"),
         ([1, 97], {}, "token 97"),
         ([1, -1], {}, "token -1"),
+        ("text", {}, "give token ids"),
+        (["text"], {}, "give token ids"),
         ([1.5, 2.0], {}, "whole numbers"),
         ([1] * 256, {}, "256 positions"),
         ({"input_ids": [1]}, {}, "input_ids"),

@@ -112,6 +112,7 @@ def test_bfloat16_scores_are_float32_and_near():
         ([3, 4], [2], DraftTree([5], [-1]), "anchor 2 lies outside"),
         ([3, 4], [1], DraftTree([5], [-1]), "root token 5; the sequence has 4"),
         ([3, 4], [1], DraftTree([4, 64], [-1, 0]), "0..63"),
+        ([-1, 4], [1], DraftTree([4, 5], [-1, 0]), "0..63 for .*, found -1"),
         ([3, 4], [0, 1], DraftTree([4], [-1]), "2 anchors for 1 trees"),
         ([4] * 256, [255], DraftTree([4, 1], [-1, 0]), "passes the 256 positions"),
         ([[3, 4]], [0, 1], DraftTree([4], [-1]), "1 rows need"),

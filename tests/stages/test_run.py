@@ -104,6 +104,9 @@ def test_no_section_no_stage(corpus: Path, tmp_path: Path) -> None:
     context = StageContext(recipe_of(corpus, "collect=null", "train.arms.exit.source=on_policy"), RunFolder(tmp_path))
     with pytest.raises(InputError, match="no 'collect' section"):
         run_stages(context, ["collect"])
+    context = StageContext(recipe_of(corpus, "eval=null"), RunFolder(tmp_path))
+    with pytest.raises(InputError, match="no 'eval' section"):
+        run_stages(context, ["report"])
 
 
 def test_two_runs_on_one_folder_refuse_one_another(corpus: Path, tmp_path: Path) -> None:
