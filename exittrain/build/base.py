@@ -13,6 +13,8 @@ from torch import Tensor
 from exittrain.errors import InputError
 from exittrain.tree.batch import TreeBatch
 
+MAX_BUDGET = 4096  # a tree's attention mask grows with the square of it
+
 
 class DraftSession(Protocol):
     """A model (the drafter; for `oracle` the target) standing at B contexts, ready to look ahead.
@@ -41,7 +43,7 @@ class TreeShape:
     """budget: drafted nodes kept; depth: deepest level; width: children looked at per node (best_first), nodes expanded
     per level and children per node (beam). branching: `static` only, see `build_static`.
 
-    Raises InputError unless budget, depth and width are positive.
+    Raises InputError unless budget, depth and width are positive and the budget is at most MAX_BUDGET.
     """
 
     budget: int = 16
@@ -53,6 +55,8 @@ class TreeShape:
         for name in ("budget", "depth", "width"):
             if getattr(self, name) < 1:
                 raise InputError(f"tree {name} is {getattr(self, name)}; it must be at least 1")
+        if self.budget > MAX_BUDGET:
+            raise InputError(f"tree budget is {self.budget}; at most {MAX_BUDGET} nodes are scored in one pass")
 
 
 @dataclass(frozen=True, eq=False)

@@ -78,7 +78,7 @@ class SamplingSection(Section):
 
 class TreeSection(Section):
     builder: Literal["best_first", "beam", "static"] = "best_first"
-    budget: Positive = 16
+    budget: Annotated[int, Field(gt=0, le=4096)] = 16  # build.base.MAX_BUDGET, without importing torch for it
     depth: Positive = 6
     width: Positive = 8
     branching: str | list[list[int]] = "chain"  # static only

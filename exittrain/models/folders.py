@@ -23,9 +23,12 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     for leftover in (partial, old):
         shutil.rmtree(leftover, ignore_errors=True)
     partial.mkdir()
+    readable = partial.stat().st_mode & 0o666  # what the umask leaves of it
     try:
         yield partial
         for place in (*sorted(partial.rglob("*")), partial):
+            if place.is_file():  # safetensors writes for its owner alone: others serve what one trains
+                place.chmod(readable)
             _sync(place)
         if folder.exists():
             os.rename(folder, old)

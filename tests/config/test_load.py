@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from exittrain.build.base import MAX_BUDGET, TreeShape
 from exittrain.config.load import load_recipe
 from exittrain.errors import InputError
 
@@ -158,3 +159,10 @@ def test_a_run_folder_is_where_it_is_now(recipe_file: Path, tmp_path: Path) -> N
 def test_files_that_are_no_recipe(tmp_path: Path, content: bytes, expected: str) -> None:
     (tmp_path / "bad.yaml").write_bytes(content)
     assert expected in fail(tmp_path / "bad.yaml")
+
+
+def test_the_largest_budget_is_the_builders_own(recipe_file: Path) -> None:
+    assert load_recipe(recipe_file, [f"tree.budget={MAX_BUDGET}"]).tree.budget == MAX_BUDGET
+    assert "'tree.budget'" in fail(recipe_file, f"tree.budget={MAX_BUDGET + 1}")
+    with pytest.raises(InputError, match="budget"):
+        TreeShape(budget=MAX_BUDGET + 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -209,3 +210,10 @@ def test_a_target_of_full_layers_drafts_what_it_scores(target):
     packed = pack([IDS[0]], TreeBatch.from_trees([tree]), torch.tensor([0]), torch.tensor([2]))
     ours = drafter.head(packed.gather(drafter.tree_hidden(packed)))[0].log_softmax(-1)
     torch.testing.assert_close(ours, target.score_trees(IDS[0], [2], [tree])[0], atol=1e-5, rtol=1e-5)
+
+
+def test_saved_files_are_as_readable_as_any_other(target: TargetModel, tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    plain.touch()
+    folder = load_drafter("layers:1", target).save(tmp_path / "drafter")
+    assert {file.stat().st_mode for file in folder.iterdir()} == {plain.stat().st_mode}

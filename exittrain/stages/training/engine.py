@@ -5,6 +5,7 @@ The only file that knows DeepSpeed. The loss it gets is already divided by globa
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import warnings
@@ -113,6 +114,7 @@ class Engine:
     def close(self) -> None:
         """Let go of hooks and buffers: a process may train many models in turn."""
         self._engine.destroy()
+        gc.collect()  # the engine is full of cycles: left to themselves, optimiser states of several arms pile up
 
     def _values(self) -> dict[str, Tensor]:
         return {name: parameter.detach().cpu() for name, parameter in self.parameters.items()}
