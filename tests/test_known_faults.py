@@ -203,7 +203,7 @@ def test_91_a_full_disk_leaves_no_half_shard_and_says_so(
         cli.main([])
     assert left.value.code == 1
     assert capsys.readouterr().err == (
-        "exittrain: No space left on device: make room and run the same command again, it goes on\n"
+        "exittrain: no space left on the disk: make room and run the same command again, it goes on\n"
     )
 
 
