@@ -73,6 +73,8 @@ def as_generators(generator: torch.Generator | Sequence[torch.Generator] | None,
 
     None takes the seeds from torch's global generator, so that `torch.manual_seed` governs them.
     """
+    if isinstance(generator, int):
+        raise InputError(f"generator is the number {generator}; give torch.Generator().manual_seed({generator})")
     if isinstance(generator, torch.Generator) and count == 1:
         return [generator]
     if generator is None or isinstance(generator, torch.Generator):

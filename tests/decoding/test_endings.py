@@ -140,6 +140,7 @@ def test_the_drafter_s_positions_count_too(target):
         ([1], {"builder": "best-first"}, "best_first"),
         ([1], {"stop_strings": ["x"]}, "tokenizer"),
         ([[1], [2]], {"generator": [torch.Generator()]}, "1 generators for 2 prompts"),
+        ([1], {"generator": 7}, "manual_seed"),
         ([[1], [2]], {"generator": [torch.default_generator] * 2}, "two prompts"),
     ],
 )
