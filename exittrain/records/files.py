@@ -7,8 +7,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,33 +74,6 @@ def fsync_tree(path: str | Path) -> None:
             with open(os.path.join(folder, name), "rb") as file:
                 os.fsync(file.fileno())
         fsync_folder(folder)
-
-
-@contextmanager
-def atomic_folder(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary folder beside `path`; on success everything in it is fsynced and it is renamed to `path`.
-
-    An older `path` is replaced. A crash in between leaves the old folder, the new one, or (for an instant) the old one
-    under a temporary name, which the next call or `clean_temporary` removes; a half-written `path` never exists.
-    """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.parent / f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}"
-    temporary.mkdir()
-    try:
-        yield temporary
-        fsync_tree(temporary)
-        if path.exists():
-            retired = path.parent / f"{TEMPORARY}{path.name}-old-{secrets.token_hex(4)}"
-            os.replace(path, retired)
-            os.replace(temporary, path)
-            shutil.rmtree(retired)
-        else:
-            os.replace(temporary, path)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    fsync_folder(path.parent)
 
 
 def clean_temporary(folder: str | Path) -> None:

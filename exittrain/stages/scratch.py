@@ -17,8 +17,8 @@ from exittrain.errors import InputError
 from exittrain.law.sampling import Sampling
 from exittrain.law.seeding import generator_for, seed_for
 from exittrain.models.causal import CausalModel
+from exittrain.models.folders import atomic_folder
 from exittrain.models.loading import quiet_transformers
-from exittrain.records.files import atomic_folder
 from exittrain.runtime.ranks import all_reduce_sums, barrier, is_main, rank, world_size
 from exittrain.stages.context import StageContext
 from exittrain.stages.conversations.text import read_text, text_files

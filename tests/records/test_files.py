@@ -47,19 +47,6 @@ def test_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_atomic_folder_replaces_or_leaves(tmp_path: Path) -> None:
-    with files.atomic_folder(tmp_path / "model") as folder:
-        (folder / "x").write_text("1")
-    with pytest.raises(RuntimeError), files.atomic_folder(tmp_path / "model") as folder:
-        (folder / "x").write_text("2")
-        raise RuntimeError
-    assert (tmp_path / "model" / "x").read_text() == "1"
-    with files.atomic_folder(tmp_path / "model") as folder:
-        (folder / "y").write_text("3")
-    assert os.listdir(tmp_path / "model") == ["y"]
-    assert os.listdir(tmp_path) == ["model"]
-
-
 def test_kill_9_while_writing_leaves_whole_files(tmp_path: Path) -> None:
     code = (
         "import sys; from exittrain.records.files import write_bytes\n"
