@@ -5,13 +5,16 @@ Shapes: B contexts, W nodes of one wave, M = N+1 nodes with the root, V vocabula
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from exittrain.errors import InputError
 from exittrain.tree.batch import TreeBatch
+from exittrain.tree.draft_rows import DraftRows
 
 MAX_BUDGET = 4096  # a tree's attention mask grows with the square of it
 
@@ -61,11 +64,18 @@ class TreeShape:
 
 @dataclass(frozen=True, eq=False)
 class Draft:
-    """trees: one a context; slots [B, M]: each node's slot in the session (root 0), -1 where it was never expanded."""
+    """trees: one a context; slots [B, M]: each node's slot in the session (root 0), -1 where it was never expanded;
+    draft_rows: what the children of a sampled tree were drawn from (None for trees chosen by score)."""
 
     trees: TreeBatch
     slots: Tensor
+    draft_rows: DraftRows | None = None
 
 
 class Builder(Protocol):
-    def __call__(self, session: DraftSession, shape: TreeShape) -> Draft: ...
+    """generators: one a context, what sampled builders draw from (a context's tree does not depend on its
+    neighbours); the others never draw. Raises InputError where a sampled builder gets none."""
+
+    def __call__(
+        self, session: DraftSession, shape: TreeShape, generators: Sequence[torch.Generator] | None = None
+    ) -> Draft: ...

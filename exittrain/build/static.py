@@ -25,7 +25,9 @@ EAGLE: tuple[Path, ...] = (
 )  # fmt: skip
 
 
-def build_static(session: DraftSession, shape: TreeShape) -> Draft:
+def build_static(
+    session: DraftSession, shape: TreeShape, generators: Sequence[torch.Generator] | None = None
+) -> Draft:
     """Every context gets the same shape; a rank whose token has no probability is left out, with all below it.
 
     shape.branching: "chain"; "2-ary", "3-ary", ... (complete levels until budget or depth is full); "eagle"; or a

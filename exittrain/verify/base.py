@@ -14,6 +14,7 @@ from torch import Tensor
 
 from exittrain.law.sampling import Sampling
 from exittrain.tree.batch import TreeBatch
+from exittrain.tree.draft_rows import DraftRows
 from exittrain.tree.draft_tree import DraftTree
 
 
@@ -74,7 +75,29 @@ class Verifier(Protocol):
         ...
 
     def verify_batch(
-        self, trees: TreeBatch, target_logits: Tensor, sampling: Sampling, generators: Generators
+        self,
+        trees: TreeBatch,
+        target_logits: Tensor,
+        sampling: Sampling,
+        generators: Generators,
+        draft_rows: DraftRows | None = None,
     ) -> BatchVerdict:
-        """One draw a tree from raw target_logits [B, M, V] at the serving settings; at temperature 0 none is drawn."""
+        """One draw a tree from raw target_logits [B, M, V] at the serving settings; at temperature 0 none is drawn.
+
+        draft_rows: what the children were drawn from; fixed verifiers never look at it, sampled ones need it.
+        """
         ...
+
+    def exit_probabilities(
+        self, trees: TreeBatch, target_logits: Tensor, sampling: Sampling, draft_rows: DraftRows | None = None
+    ) -> Tensor:
+        """[B, M] float64: the probability, given the tree, that the accepted path ends at each node (0 where padded).
+
+        The batched, conditional form of `block_law`: (exits * (depths + 1)).sum(1) is the expected block length.
+        """
+        ...
+
+
+def expected_block_lengths(exits: Tensor, trees: TreeBatch) -> Tensor:
+    """[B] float64 from `Verifier.exit_probabilities`: the mean depth of the exit, and the bonus token."""
+    return (exits * (trees.depths + 1)).sum(1)

@@ -19,6 +19,7 @@ from exittrain.errors import InputError
 from exittrain.law.probabilities import Rows, checked_rows
 from exittrain.law.sampling import Sampling, process_logits
 from exittrain.tree.batch import TreeBatch
+from exittrain.tree.draft_rows import DraftRows
 from exittrain.tree.draft_tree import DRAWN, DraftTree
 from exittrain.tree.merge import merge_twins
 from exittrain.verify.base import BatchVerdict, BlockLaw, Generators, Verdict
@@ -101,7 +102,12 @@ class FixedVerifier(ABC):
         return length
 
     def verify_batch(
-        self, trees: TreeBatch, target_logits: Tensor, sampling: Sampling, generators: Generators
+        self,
+        trees: TreeBatch,
+        target_logits: Tensor,
+        sampling: Sampling,
+        generators: Generators,
+        draft_rows: DraftRows | None = None,
     ) -> BatchVerdict:
         """Tree by tree, only the rows on the way: `tev` and `greedy` have a level-parallel form of their own."""
         self.check(trees.drawn)

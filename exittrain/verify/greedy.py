@@ -9,6 +9,7 @@ from exittrain.errors import InputError
 from exittrain.law.probabilities import Rows
 from exittrain.law.sampling import Sampling
 from exittrain.tree.batch import TreeBatch
+from exittrain.tree.draft_rows import DraftRows
 from exittrain.verify.base import BatchVerdict, Generators
 from exittrain.verify.predraw import Predraw
 from exittrain.verify.tev import Tev
@@ -28,7 +29,12 @@ class Greedy(Predraw):
             )
 
     def verify_batch(
-        self, trees: TreeBatch, target_logits: Tensor, sampling: Sampling, generators: Generators
+        self,
+        trees: TreeBatch,
+        target_logits: Tensor,
+        sampling: Sampling,
+        generators: Generators,
+        draft_rows: DraftRows | None = None,
     ) -> BatchVerdict:
         """Raises InputError unless sampling.temperature is 0."""
         if not sampling.greedy:

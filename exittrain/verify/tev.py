@@ -16,6 +16,7 @@ from exittrain.law.exit_law import reach_by_level
 from exittrain.law.probabilities import Rows
 from exittrain.law.sampling import Sampling, log_weights
 from exittrain.tree.batch import TreeBatch
+from exittrain.tree.draft_rows import DraftRows
 from exittrain.tree.draft_tree import DraftTree
 from exittrain.tree.merge import merge_twins
 from exittrain.verify.base import BatchVerdict, Generators
@@ -38,7 +39,12 @@ class Tev(FixedVerifier):
         return node, pick(left[node], uniform())
 
     def verify_batch(
-        self, trees: TreeBatch, target_logits: Tensor, sampling: Sampling, generators: Generators
+        self,
+        trees: TreeBatch,
+        target_logits: Tensor,
+        sampling: Sampling,
+        generators: Generators,
+        draft_rows: DraftRows | None = None,
     ) -> BatchVerdict:
         """All trees at once. Only rows of nodes with children are summed, only the exits' rows drawn from."""
         self.check(trees.drawn)
