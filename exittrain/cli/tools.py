@@ -45,6 +45,7 @@ def evaluate(
     temperature: Annotated[str | None, typer.Option("--temperature", help="Such as 0,0.5,1.")] = None,
     prompts: Annotated[int | None, typer.Option(min=1, help="Prompts of each task.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of an answer.")] = None,
+    suite: Annotated[str | None, typer.Option(help="A name of eval/suites, such as verifiers.")] = None,
     output: Annotated[str, typer.Option(help="Where results of drafter folders go.")] = "runs/eval",
     plan: PlanOption = False,
 ) -> None:
@@ -52,8 +53,18 @@ def evaluate(
 
     Of a recipe or run: the warm start and every arm, by the recipe's `eval` section; options override it, and the run's
     results are replaced. Of drafter folders: each against the first, on the prompts `everyday` unless --tasks is given.
+    --suite runs a study instead (verifiers, traversal-paper, tev-paper, oracle), settings as suite.contexts=64.
     """
     given = [subject for subject in subjects if "=" not in subject or Path(subject).exists()]
+    if suite is not None:
+        from exittrain.cli.suites import run_suite
+
+        others = {"--verifiers": verifiers, "--temperature": temperature, "--prompts": prompts}
+        if run_suite(
+            suite, given, [s for s in subjects if s not in given], target, tasks, max_new_tokens, others, output, plan
+        ):
+            return
+        tasks = ",".join(filter(None, [suite, tasks]))
     settings = {
         "tasks": _words(tasks),
         "verifiers": _words(verifiers),
@@ -101,7 +112,7 @@ def _evaluate_drafters(drafters: list[str], target: str | None, overrides: list[
     context = make_context(recipe, output)
     evaluate_drafters(
         context.target(),
-        {name: context.drafter(folder) for name, folder in zip(_distinct(drafters), drafters, strict=True)},
+        {name: context.drafter(folder) for name, folder in zip(distinct_names(drafters), drafters, strict=True)},
         recipe.eval,
         output,
         builder=recipe.tree.builder,
@@ -112,7 +123,7 @@ def _evaluate_drafters(drafters: list[str], target: str | None, overrides: list[
     )
 
 
-def _distinct(folders: list[str]) -> list[str]:
+def distinct_names(folders: list[str]) -> list[str]:
     """The shortest endings of the paths that tell them apart: `reach_kl/last`, `token/last`."""
     paths = [Path(folder).resolve().parts for folder in folders]
     for length in range(1, max(map(len, paths)) + 1):

@@ -57,7 +57,7 @@ def run_eval(context: StageContext) -> None:
         comparisons,
         pattern,
     )
-    tasks = make_tasks(recipe.eval, recipe.seed, heldout, lambda: _renderer(context))
+    tasks = eval_tasks(recipe.eval, recipe.seed, heldout, lambda: renderer_of(context))
     evaluate(target, run_entrants(context), setup, tasks, context.run.stage("eval"), context.stop)
 
 
@@ -97,7 +97,7 @@ def evaluate_drafters(
         Entrant(name, partial(drafters.__getitem__, name), "control" if name == control and pairs else "drafter")
         for name in names
     ]
-    tasks = make_tasks(settings, seed, heldout, lambda: ChatRenderer(target.tokenizer, target.eos_token_ids).prompt)
+    tasks = eval_tasks(settings, seed, heldout, lambda: ChatRenderer(target.tokenizer, target.eos_token_ids).prompt)
     return evaluate(target, entrants, setup, tasks, Path(out_folder), stop or StopFlag())
 
 
@@ -113,20 +113,32 @@ def evaluate(
 
 
 def make_tasks(
+    names: Sequence[str], count: int | None, seed: int, heldout: Sequence[TokenSequence], renderer: Callable[[], Render]
+) -> list[Task]:
+    """Tasks by name, suites of tasks expanded, with at most `count` prompts each.
+
+    Raises:
+        InputError: an unknown task, or `heldout` without a run's held-out data.
+    """
+    expanded = expand_tasks(list(names))
+    if HELDOUT in expanded and not heldout:
+        raise InputError(f"task {HELDOUT!r} needs a run's held-out data: evaluate a run, or name benchmarks")
+    tasks, render = [], None
+    for name in expanded:
+        if name == HELDOUT:
+            tasks.append(heldout_task(heldout, count))
+            continue
+        render = render or renderer()
+        tasks.append(benchmark_task(name, render, count, seed))
+    return tasks
+
+
+def eval_tasks(
     settings: EvalSection, seed: int, heldout: Sequence[TokenSequence], renderer: Callable[[], Render]
 ) -> list[Task]:
     """The tasks that settings name; held-out data also comes along (without prompts) where only contexts are wanted."""
-    names = expand_tasks(settings.tasks)
-    if HELDOUT in names and not heldout:
-        raise InputError(f"task {HELDOUT!r} needs a run's held-out data: evaluate a run, or name benchmarks")
-    tasks, render = [], None
-    for name in names:
-        if name == HELDOUT:
-            tasks.append(heldout_task(heldout, settings.prompts_per_task))
-            continue
-        render = render or renderer()
-        tasks.append(benchmark_task(name, render, settings.prompts_per_task, seed))
-    if HELDOUT not in names and heldout and settings.contexts is not None:
+    tasks = make_tasks(settings.tasks, settings.prompts_per_task, seed, heldout, renderer)
+    if HELDOUT not in (task.name for task in tasks) and heldout and settings.contexts is not None:
         tasks.append(heldout_task(heldout, 0))
     return tasks
 
@@ -171,7 +183,8 @@ def run_comparisons(train: TrainSection) -> tuple[Comparison, ...]:
     return tuple(pairs)
 
 
-def _renderer(context: StageContext) -> Render:
+def renderer_of(context: StageContext) -> Render:
+    """The target's chat template, as the run's data was rendered."""
     from exittrain.stages.data import chat_renderer
 
     renderer: ChatRenderer = chat_renderer(context)

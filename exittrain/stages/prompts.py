@@ -131,11 +131,18 @@ def known_sets() -> dict[str, Path]:
 
 
 def expand_tasks(tasks: list[str]) -> list[str]:
-    """Tasks with the names of eval/suites replaced by the suite's own tasks; order kept, twins dropped."""
+    """Tasks with the names of eval/suites replaced by the suite's own tasks; order kept, twins dropped.
+
+    Raises:
+        InputError: a suite that is a study of its own.
+    """
     suites = {entry.removesuffix(".yaml") for entry in share_names("eval/suites")}
     found: list[str] = []
     for task in tasks:
-        found += _yaml(share_path(f"eval/suites/{task}.yaml"))["tasks"] if task in suites else [task]
+        suite = _yaml(share_path(f"eval/suites/{task}.yaml")) if task in suites else {"tasks": [task]}
+        if "study" in suite:
+            raise InputError(f"{task!r} is a study, not a list of tasks: exittrain eval RUN --suite {task}")
+        found += suite["tasks"]
     return list(dict.fromkeys(found))
 
 

@@ -43,6 +43,6 @@ class DraftRows:
         return rows / rows.sum(1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
 
     def select(self, trees: Tensor, nodes: Tensor) -> DraftRows:
-        """The rows of some nodes [B', M'] (columns of the trees [B'], -1 where padded); probs are shared, not copied."""
+        """The rows of some nodes [B', M'] (columns of the trees [B'], -1 where padded); probs are shared."""
         picked = self.row_of[trees[:, None], nodes.clamp(min=0)]
         return DraftRows(self.probs, torch.where(nodes >= 0, picked, -1))

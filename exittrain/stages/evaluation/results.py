@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -19,7 +19,20 @@ from exittrain.errors import InputError
 from exittrain.records.files import read_json, write_json
 from exittrain.stages.evaluation.measures import Floats, Trace
 
-Result = TypeVar("Result", bound="ContextResult | DecodeResult | VerifierResult | AnswerResult | SpeedResult")
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Storable(Protocol):
+    """What a cell can hold: it goes to JSON and comes back equal."""
+
+    def to_json(self) -> dict[str, Any]: ...
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self: ...
+
+
+Result = TypeVar("Result", bound=Storable)
 
 
 @dataclass(frozen=True)
@@ -155,4 +168,4 @@ class CellStore:
         data = read_json(path)
         if data["key"] != key:
             raise ValueError(f"{path} holds another cell")
-        return kind.from_json(data["cell"])  # type: ignore[return-value]
+        return kind.from_json(data["cell"])
