@@ -44,7 +44,7 @@ class DraftSession(Protocol):
 @dataclass(frozen=True)
 class TreeShape:
     """budget: drafted nodes kept; depth: deepest level; width: children looked at per node (best_first), nodes expanded
-    per level and children per node (beam). branching: `static` only, see `build_static`.
+    per level and children per node (beam). branching: `static` and the sampled builders, see `rank_paths`.
 
     Raises InputError unless budget, depth and width are positive and the budget is at most MAX_BUDGET.
     """
@@ -70,6 +70,18 @@ class Draft:
     trees: TreeBatch
     slots: Tensor
     draft_rows: DraftRows | None = None
+
+    def keep(self, chosen: Tensor) -> tuple[Draft, Tensor]:
+        """The nodes of chosen [B, M] bool alone (`TreeBatch.keep`), and columns [B, M'] of where they stood.
+
+        The draft rows are shared, not copied; a node that lost all its children may keep its row.
+        """
+        trees, columns = self.trees.keep(chosen)
+        slots = torch.where(columns >= 0, self.slots.gather(1, columns.clamp(min=0)), -1)
+        rows = self.draft_rows
+        if rows is not None:
+            rows = rows.select(torch.arange(len(trees), device=columns.device), columns)
+        return Draft(trees, slots, rows), columns
 
 
 class Builder(Protocol):

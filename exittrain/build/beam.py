@@ -10,9 +10,7 @@ from exittrain.build.base import Draft, DraftSession, TreeShape
 from exittrain.build.grow import grow
 
 
-def build_beam(
-    session: DraftSession, shape: TreeShape, generators: Sequence[torch.Generator] | None = None
-) -> Draft:
+def build_beam(session: DraftSession, shape: TreeShape, generators: Sequence[torch.Generator] | None = None) -> Draft:
     """Each level expands its `width` best nodes, each with its `width` best children; the best N of all are kept.
 
     EAGLE-2 also expands nodes that already stand outside the best N; nothing below them can be kept, so it is not done.

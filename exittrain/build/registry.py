@@ -6,6 +6,7 @@ from exittrain.build.base import Builder
 from exittrain.build.beam import build_beam
 from exittrain.build.best_first import build_best_first
 from exittrain.build.oracle import build_oracle
+from exittrain.build.sampled import SampledBuilder, build_sampled_iid, build_sampled_wor
 from exittrain.build.static import build_static
 from exittrain.errors import InputError, nearest
 
@@ -13,6 +14,8 @@ BUILDERS: dict[str, Builder] = {
     "best_first": build_best_first,
     "beam": build_beam,
     "static": build_static,
+    "sampled_iid": build_sampled_iid,
+    "sampled_wor": build_sampled_wor,
     "oracle": build_oracle,
 }
 
@@ -22,3 +25,12 @@ def get_builder(name: str) -> Builder:
     if name not in BUILDERS:
         raise InputError(f"no builder {name!r}{nearest(name, list(BUILDERS))} (known: {', '.join(BUILDERS)})")
     return BUILDERS[name]
+
+
+def drawn_by(name: str) -> str:
+    """How that builder's trees are drawn, what `Verifier.check` asks: "top", "iid" or "without_replacement".
+
+    Raises InputError as `get_builder`.
+    """
+    builder = get_builder(name)
+    return builder.drawn if isinstance(builder, SampledBuilder) else "top"

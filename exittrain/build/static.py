@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from exittrain.build.base import Draft, DraftSession, TreeShape
+from exittrain.build.fill import Path, Wave, fill_shape
 from exittrain.errors import InputError
 from exittrain.law.ranking import top_tokens
-from exittrain.tree.batch import TreeBatch
-
-Path = tuple[int, ...]  # a node as the ranks of the tokens down to it: (0, 2) is the best token's third-best child
 
 # EAGLE's sparse tree: 25 nodes, depth 5 (`mc_sim_7b_63` in the official code, whatever its name says).
 EAGLE: tuple[Path, ...] = (
@@ -25,51 +23,28 @@ EAGLE: tuple[Path, ...] = (
 )  # fmt: skip
 
 
-def build_static(
-    session: DraftSession, shape: TreeShape, generators: Sequence[torch.Generator] | None = None
-) -> Draft:
-    """Every context gets the same shape; a rank whose token has no probability is left out, with all below it.
-
-    shape.branching: "chain"; "2-ary", "3-ary", ... (complete levels until budget or depth is full); "eagle"; or a
-    list of rank paths such as [[0], [1], [0, 0]]. Nodes come level by level, by rank path. shape.width is not used.
-    Raises InputError on an unknown form, a path whose parent is missing, a list that exceeds the budget or the depth.
+def build_static(session: DraftSession, shape: TreeShape, generators: Sequence[torch.Generator] | None = None) -> Draft:
+    """Every context gets the same shape (`rank_paths`); a rank whose token has no probability is left out, with all
+    below it. Nodes come level by level, by rank path. Raises InputError as `rank_paths` does.
     """
-    paths = rank_paths(shape)
-    parents = _parent_columns(paths)
-    depths = torch.tensor([len(path) for path in paths])
-    inner = torch.zeros(len(paths), dtype=torch.bool).index_fill(0, torch.tensor(parents[1:]), True)
-    roots = session.root_tokens
-    size = (len(roots), len(paths))
-    tokens = torch.zeros(size, dtype=torch.int64, device=roots.device)
-    scores = torch.zeros(size, device=roots.device)
-    tokens[:, 0] = roots
-    valid = torch.zeros_like(tokens, dtype=torch.bool)
-    valid[:, 0] = True
-    slots = torch.where(valid, 0, -1)
-    wave, logprobs, seen = [0], session.root()[:, None], 0
-    for level in range(1, int(depths.max()) + 1):
-        new = (depths == level).nonzero().flatten().tolist()
-        rows = [wave.index(parents[node]) for node in new]
-        ranks = [paths[node][-1] for node in new]
-        values, ids = top_tokens(logprobs, max(ranks) + 1)
-        ranks = [min(rank, values.shape[-1]) for rank in ranks]  # the extra last column: no such rank
-        values = torch.nn.functional.pad(values, (0, 1), value=-torch.inf)[:, rows, ranks]
-        valid[:, new] = valid[:, [parents[node] for node in new]] & (values > -torch.inf)
-        tokens[:, new] = torch.nn.functional.pad(ids, (0, 1))[:, rows, ranks]
-        scores[:, new] = values
-        wave = [node for node in new if inner[node]]
-        if wave:
-            logprobs = session.expand(
-                slots[:, [parents[n] for n in wave]].clamp(min=0), tokens[:, wave], valid[:, wave]
-            )
-            places = torch.arange(seen + 1, seen + len(wave) + 1, device=roots.device)
-            slots[:, wave] = torch.where(valid[:, wave], places, -1)
-            seen += len(wave)
-    return _compact(tokens, torch.tensor(parents, device=roots.device), depths.to(roots.device), valid, scores, slots)
+    draft, _ = fill_shape(session, rank_paths(shape), "top", _best_ranked)
+    return draft
+
+
+def _best_ranked(logprobs: Tensor, wave: Wave) -> tuple[Tensor, Tensor]:
+    values, ids = top_tokens(logprobs, max(wave.ranks) + 1)
+    ranks = [min(rank, values.shape[-1]) for rank in wave.ranks]  # the extra last column: no such rank
+    tokens = torch.nn.functional.pad(ids, (0, 1))[:, wave.rows, ranks]
+    return tokens, torch.nn.functional.pad(values, (0, 1), value=-torch.inf)[:, wave.rows, ranks]
 
 
 def rank_paths(shape: TreeShape) -> list[Path]:
-    """The shape as rank paths, the root () first, then level by level."""
+    """The shape as rank paths, the root () first, then level by level, by path.
+
+    shape.branching: "chain"; "2-ary", "3-ary", ... (complete levels until budget or depth is full); "eagle"; or a
+    list of rank paths such as [[0], [1], [0, 0]]. shape.width is not used. Raises InputError on an unknown form, a path
+    whose parent is missing, a list that exceeds the budget or the depth.
+    """
     branching = shape.branching
     if not isinstance(branching, str):
         return _fitting([tuple(path) for path in branching], shape, "this static shape")
@@ -103,28 +78,3 @@ def _fitting(paths: Sequence[Path], shape: TreeShape, name: str) -> list[Path]:
             f"(they are {shape.budget} and {shape.depth})"
         )
     return ordered
-
-
-def _parent_columns(paths: list[Path]) -> list[int]:
-    column = {path: index for index, path in enumerate(paths)}
-    return [-1] + [column[path[:-1]] for path in paths[1:]]
-
-
-def _compact(tokens: Tensor, parents: Tensor, depths: Tensor, valid: Tensor, scores: Tensor, slots: Tensor) -> Draft:
-    """Left-over nodes moved together: columns keep their order, parents are renumbered, padding is zeroed."""
-    order = valid.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
-    new_column = valid.cumsum(1) - 1
-    size = int(valid.sum(1).max())
-    order = order[:, :size]
-    kept = valid.gather(1, order)
-    links = parents.expand_as(tokens).gather(1, order)
-    links = torch.where(links < 0, -1, new_column.gather(1, links.clamp(min=0)))
-    trees = TreeBatch(
-        torch.where(kept, tokens.gather(1, order), 0),
-        torch.where(kept, links, 0),
-        torch.where(kept, depths.expand_as(tokens).gather(1, order), 0),
-        kept,
-        drawn="top",
-        draft_logprobs=torch.where(kept, scores.gather(1, order), 0.0),
-    )
-    return Draft(trees, torch.where(kept, slots.gather(1, order), -1))

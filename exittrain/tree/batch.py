@@ -84,6 +84,30 @@ class TreeBatch:
         drafted = (self.valid & (self.depths > 0)).long()
         return counts.scatter_add(1, self.parent_index(), drafted) > 0
 
+    def keep(self, chosen: Tensor) -> tuple[TreeBatch, Tensor]:
+        """The nodes of chosen [B, M] bool alone, moved together in their order.
+
+        chosen must hold each root and the parent of every node it holds. Also returns columns [B, M']: where each kept
+        node stood (-1 where padded).
+        """
+        chosen = chosen & self.valid
+        size = int(chosen.sum(1).max())
+        columns = chosen.logical_not().to(torch.uint8).argsort(dim=1, stable=True)[:, :size]
+        kept = chosen.gather(1, columns)
+        new_place = chosen.cumsum(1) - 1
+        links = self.parents.gather(1, columns)
+        links = torch.where(links < 0, -1, new_place.gather(1, links.clamp(min=0)))
+        scores = self.draft_logprobs
+        trees = TreeBatch(
+            torch.where(kept, self.token_ids.gather(1, columns), 0),
+            torch.where(kept, links, 0),
+            torch.where(kept, self.depths.gather(1, columns), 0),
+            kept,
+            self.drawn,
+            None if scores is None else torch.where(kept, scores.gather(1, columns), 0.0),
+        )
+        return trees, torch.where(kept, columns, -1)
+
     def visible(self) -> Tensor:
         """[B, M, M] bool: row i sees column j when j is i or an ancestor of i. Padding sees itself only."""
         size = self.token_ids.shape[1]

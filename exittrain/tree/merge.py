@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from exittrain.tree.batch import TreeBatch
 from exittrain.tree.draft_tree import DraftTree
 
 
@@ -29,3 +30,17 @@ def merge_twins(tree: DraftTree) -> tuple[DraftTree, Tensor]:
         return tree, index
     scores = None if tree.draft_logprobs is None else tree.draft_logprobs[index]
     return DraftTree(tree.token_ids[index], links, tree.drawn, scores), index
+
+
+def merge_batch(trees: TreeBatch) -> tuple[TreeBatch, Tensor]:
+    """`merge_twins` for each of B trees: the merged batch, and columns [B, M'] of the nodes that stay (-1: padding).
+
+    Only trees drawn i.i.d. have twins; others come back as they are.
+    """
+    device = trees.parents.device
+    if trees.drawn != "iid":
+        index = torch.arange(trees.parents.shape[1], device=device)
+        return trees, torch.where(trees.valid, index, -1)
+    merged, kept = zip(*(merge_twins(tree) for tree in trees.trees()), strict=True)
+    columns = torch.nn.utils.rnn.pad_sequence(list(kept), batch_first=True, padding_value=-1)
+    return TreeBatch.from_trees(merged, device), columns.to(device)

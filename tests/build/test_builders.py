@@ -15,14 +15,20 @@ from fakes import Law, Prefix, TableSession, random_law
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exittrain.build.base import TreeShape
-from exittrain.build.registry import BUILDERS, get_builder
+from exittrain.build.base import Draft, TreeShape
+from exittrain.build.registry import BUILDERS, drawn_by, get_builder
 from exittrain.build.static import EAGLE
 from exittrain.errors import InputError
 from exittrain.law.exit_law import exit_law
 from exittrain.law.seeding import seed_for
 from exittrain.tree.batch import TreeBatch
 from exittrain.tree.draft_tree import DraftTree
+
+
+def build(name: str, session: TableSession, shape: TreeShape, first_seed: int = 0) -> Draft:
+    """Context i draws, where trees are drawn, from the stream of first_seed + i."""
+    generators = [torch.Generator().manual_seed(first_seed + i) for i in range(len(session.laws))]
+    return get_builder(name)(session, shape, generators)
 
 
 def float_logs(law: Law, prefix: Prefix) -> list[float]:
@@ -130,9 +136,9 @@ def test_trees_scores_and_slots_agree(name: str, seed: int, budget: int) -> None
     roots = [7, 8, 9]
     laws = [random_law(seed + i, 4) for i in range(3)]
     session = TableSession(laws, roots)
-    draft = get_builder(name)(session, TreeShape(budget, 4, 3, branching="2-ary"))
+    draft = build(name, session, TreeShape(budget, 4, 3, branching="2-ary"), seed)
     trees = draft.trees
-    assert trees.drawn == "top"
+    assert trees.drawn == drawn_by(name)
     assert int(trees.valid.sum(1).max()) == trees.token_ids.shape[1] <= budget + 1
     for row, tree in enumerate(trees.trees()):
         tokens = tree.token_ids.tolist()
@@ -190,16 +196,17 @@ def test_certain_chain_ties_its_parents_and_keeps_them() -> None:
 def test_degenerate_shapes(name: str, budget: int, depth: int, width: int) -> None:
     """cases.md 56."""
     laws = [random_law(seed, 5, zeros=0.0, sure=0.0) for seed in range(2)]
-    for tree in get_builder(name)(TableSession(laws), TreeShape(budget, depth, width)).trees.trees():
+    for tree in build(name, TableSession(laws), TreeShape(budget, depth, width)).trees.trees():
         assert 1 <= tree.num_nodes <= budget
 
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_greedy_drafter_gives_smaller_trees(name: str) -> None:
-    """Tokens of no probability are never selected, whatever the budget."""
+    """Tokens of no probability are never selected, whatever the budget; drawn i.i.d., the only one comes again."""
     law = random_law(1, 6, sure=1.0)
-    tree = get_builder(name)(TableSession(law), TreeShape(13, 3, 4, branching="3-ary")).trees.trees()[0]
-    assert tree.num_nodes == (13 if name == "oracle" else 3)
+    tree = build(name, TableSession(law), TreeShape(13, 3, 4, branching="3-ary")).trees.trees()[0]
+    assert tree.num_nodes == (13 if name in ("oracle", "sampled_iid") else 3)
+    assert all(law(prefix[:-1])[prefix[-1]] == 1 for prefix in prefixes(tree))
 
 
 def test_budgets_are_nested() -> None:
@@ -214,8 +221,8 @@ def test_rows_do_not_depend_on_neighbours() -> None:
     laws = [random_law(seed, 5) for seed in range(6)]
     for name in BUILDERS:
         shape = TreeShape(7, 4, 3, branching="2-ary")
-        together = get_builder(name)(TableSession(laws), shape).trees.trees()
-        alone = [get_builder(name)(TableSession(law), shape).trees.trees()[0] for law in laws]
+        together = build(name, TableSession(laws), shape).trees.trees()
+        alone = [build(name, TableSession(law), shape, seed).trees.trees()[0] for seed, law in enumerate(laws)]
         assert [pairs(tree) for tree in together] == [pairs(tree) for tree in alone]
 
 
@@ -290,6 +297,14 @@ def test_static_refuses(branching: Any, budget: int, words: str) -> None:
 def test_unknown_builder_names_the_nearest() -> None:
     with pytest.raises(InputError, match="did you mean 'best_first'"):
         get_builder("bestfirst")
+
+
+def test_how_each_builder_draws() -> None:
+    drawn = {name: drawn_by(name) for name in BUILDERS}
+    assert {name for name, kind in drawn.items() if kind != "top"} == {"sampled_iid", "sampled_wor"}
+    assert (drawn["sampled_iid"], drawn["sampled_wor"]) == ("iid", "without_replacement")
+    with pytest.raises(InputError, match="did you mean 'sampled_wor'"):
+        drawn_by("sampled_wro")
 
 
 def test_batches_of_different_sizes() -> None:
