@@ -144,10 +144,14 @@ def write_report(bench: Bench, report: StudyReport) -> None:
     """study.json, table.md and <plot>.svg in the study's folder, each whole or not at all."""
     settings, folder = bench.settings, bench.folder
     note = {
-        "schema_version": 1, "suite": settings.model_dump(mode="json"),
-        "target_fingerprint": bench.target.fingerprint(), "hardware": hardware(bench.target.device), "seed": bench.seed, "sampling": vars(bench.sampling),
+        "schema_version": 1,
+        "suite": settings.model_dump(mode="json"),
+        "target_fingerprint": bench.target.fingerprint(),
+        "hardware": hardware(bench.target.device),
+        "seed": bench.seed,
+        "sampling": vars(bench.sampling),
         "tasks": {task.name: task.source for task in bench.tasks},
-    }  # fmt: skip
+    }
     write_json(folder / "study.json", {**note, "advice": list(report.advice), "results": report.data})
     parts = [f"## {settings.name}", "", settings.description, ""]
     parts += [f"- {line}" for line in report.advice] + ([""] if report.advice else [])
