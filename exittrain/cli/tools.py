@@ -19,7 +19,7 @@ def register(app: typer.Typer) -> None:
     app.command("eval")(evaluate)
     app.command()(report)
     app.command()(generate)
-    app.command()(benchmarks)
+    app.command()(bench)
     models_app.command("list")(models_list)
     models_app.command("fetch")(models_fetch)
     app.add_typer(models_app, name="models")
@@ -201,18 +201,25 @@ def generate(
     )
 
 
-def benchmarks(repeats: Annotated[int, typer.Option(min=1, help="Runs of each side, in turn.")] = 5) -> None:
-    """Time packing, batched drafting and the verifiers.
+def bench(
+    part: Annotated[str, typer.Argument(metavar="[verify|models|all]", help="What to time.")] = "all",
+    nodes: Annotated[str, typer.Option(help="verify: drafted nodes a tree.")] = "16,64,256",
+    vocab: Annotated[str, typer.Option(help="verify: sizes of the vocabulary.")] = "32000,151936",
+    batch: Annotated[str, typer.Option(help="verify: trees at once.")] = "1,8",
+    repeats: Annotated[int, typer.Option(min=1, help="Measured rounds, all sides in turn in each.")] = 5,
+    max_gib: Annotated[float, typer.Option("--max-gib", help="verify: skip what needs more memory.")] = 6.0,
+    json_file: Annotated[str | None, typer.Option("--json", help="Also write every number to this file.")] = None,
+) -> None:
+    """Time the verifiers (verify), packed scoring and batched drafting (models).
 
-    Each beside the plain way of doing the same, on made-up models. Nothing about a trained drafter: that is `eval`.
+    Verifiers: everything from target logits to (path, bonus), all rules on the same trees, on the CPU and on a GPU if
+    there is one. The rest beside the plain way of doing the same, on made-up models. Nothing about a trained drafter:
+    that is `eval`.
     """
-    import torch
-    from rich.console import Console
+    from exittrain.stages.benchmarks.run import print_result, run_bench
+    from exittrain.stages.benchmarks.verify import VerifySettings
 
-    from exittrain.stages.benchmarks import benchmark_table, run_benchmarks
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    Console().print(benchmark_table(run_benchmarks(repeats=repeats, device=device)).rich())
+    print_result(run_bench(part, VerifySettings.parse(nodes, vocab, batch, repeats, max_gib), json_file))
 
 
 def models_list() -> None:

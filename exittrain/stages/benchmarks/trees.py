@@ -1,0 +1,86 @@
+"""Trees to verify: a shape and a drafter of the kind that serve, so that rules which stop early stop where they would.
+
+Shapes: B trees, M = N+1 nodes with the root, R nodes with children in a tree, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from exittrain.law.seeding import generator_for
+from exittrain.tree.batch import TreeBatch
+from exittrain.tree.draft_rows import DraftRows
+from exittrain.tree.draft_tree import DraftTree
+
+DEPTH = 8  # deepest level of the shape
+FIRST_CHOICE = 0.6  # chance of a node's first child; the child of rank r has it divided by (r + 1)^2
+# A target of about 1.4 nats whose best token has 0.6, and a drafter whose token it accepts two times in three (the sum
+# of min(p, q)). Logits of spread 4 would have 5 nats over 152k tokens: trees would end at their first level.
+SPREAD, NOISE = 8.0, 1.4
+
+
+@dataclass(frozen=True, eq=False)
+class VerifyCase:
+    """B trees drawn without replacement from a drafter, and the target's logits [B, M, V] bfloat16 at their nodes.
+
+    draft_rows: what the children were drawn from, B * R rows.
+    """
+
+    trees: TreeBatch
+    target_logits: Tensor
+    draft_rows: DraftRows
+
+
+def power_law_parents(num_nodes: int, depth: int = DEPTH) -> list[int]:
+    """The parents [N+1] of the N likeliest rank paths no deeper than `depth`, when a node's r-th child is taken with a
+    chance that falls as a power of r: Sequoia's optimal trees under the acceptance it observed (arXiv 2402.12374)."""
+    parents = [-1]
+    heap = [(-FIRST_CHOICE, 0, 0, 1)]  # the next child of every node so far: -chance, parent, rank, level
+    while len(parents) <= num_nodes:
+        chance, parent, rank, level = heapq.heappop(heap)
+        if level < depth:
+            heapq.heappush(heap, (chance * FIRST_CHOICE, len(parents), 0, level + 1))
+        heapq.heappush(heap, (chance * ((rank + 1) / (rank + 2)) ** 2, parent, rank + 1, level))
+        parents.append(parent)
+    return parents
+
+
+def make_case(nodes: int, vocab: int, batch: int, device: str | torch.device = "cpu") -> VerifyCase:
+    """The trees of one cell: always the same for the same arguments. nodes < vocab, or children run out of tokens."""
+    generator = generator_for(0, "bench", "verify", nodes, vocab, batch)
+    parents = power_law_parents(nodes)
+    inner = sorted(set(parents[1:]))
+    trees = []
+    logits = torch.empty((batch, nodes + 1, vocab), dtype=torch.bfloat16)
+    probs = torch.empty((batch, len(inner), vocab))
+    for row in range(batch):  # tree by tree: in float32 all of them at once would be the largest thing in memory
+        scores = SPREAD * torch.randn((nodes + 1, vocab), generator=generator)
+        logits[row] = scores
+        drafted = scores[inner]
+        drafted += NOISE * torch.randn(drafted.shape, generator=generator)
+        torch.softmax(drafted, -1, out=probs[row])
+        trees.append(_drawn(parents, inner, probs[row], generator))
+    row_of = torch.full((batch, nodes + 1), -1)
+    row_of[:, inner] = torch.arange(batch * len(inner)).view(batch, -1)
+    return VerifyCase(
+        TreeBatch.from_trees(trees, device),
+        logits.to(device),
+        DraftRows(probs.flatten(0, 1).to(device), row_of.to(device)),
+    )
+
+
+def _drawn(parents: list[int], inner: list[int], probs: Tensor, generator: torch.Generator) -> DraftTree:
+    """The shape filled from the rows [R, V] of its inner nodes; torch returns such draws in the order they came."""
+    children: dict[int, list[int]] = {node: [] for node in inner}
+    for node, parent in enumerate(parents[1:], start=1):
+        children[parent].append(node)
+    tokens = [0] * len(parents)
+    for own, places in zip(probs, children.values(), strict=True):
+        drawn = torch.multinomial(own, len(places), generator=generator).tolist()
+        for node, token in zip(places, drawn, strict=True):
+            tokens[node] = token
+    return DraftTree(tokens, parents, "without_replacement")
