@@ -16,7 +16,7 @@ from exittrain.stages.benchmarks import run
 from exittrain.stages.benchmarks.models import ModelSizes, compare_models, model_table, random_tree
 from exittrain.stages.benchmarks.schema import BenchResult
 from exittrain.stages.benchmarks.timing import race
-from exittrain.stages.benchmarks.trees import VerifyCase, _drawn, make_case, power_law_parents
+from exittrain.stages.benchmarks.trees import VerifyCase, _drawn, make_case, tree_parents
 from exittrain.stages.benchmarks.verify import (
     DDTREE,
     RATIOS,
@@ -57,13 +57,13 @@ def test_a_race_runs_all_in_turn_and_does_not_count_the_first_round():
 
 
 def test_the_shape_is_wide_at_the_top_and_bounded():
-    parents = power_law_parents(64)
+    parents = tree_parents(64)
     depths = [0]
     for parent in parents[1:]:
         depths.append(depths[parent] + 1)
     assert len(parents) == 65 and max(depths) == 8 and all(parent < node for node, parent in enumerate(parents))
     assert parents.count(0) == max(parents.count(node) for node in range(65)) == 8
-    assert power_law_parents(16) == parents[:17]  # the likeliest first, whatever the budget
+    assert tree_parents(16) == parents[:17]  # the likeliest first, whatever the budget
 
 
 def test_children_come_from_the_drafters_rows_in_draw_order():

@@ -5,19 +5,20 @@ Shapes: B trees, M = N+1 nodes with the root, R nodes with children in a tree, V
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from exittrain.build.fill import Path
+from exittrain.build.ranked import ranked_shape
 from exittrain.law.seeding import generator_for
 from exittrain.tree.batch import TreeBatch
 from exittrain.tree.draft_rows import DraftRows
 from exittrain.tree.draft_tree import DraftTree
 
 DEPTH = 8  # deepest level of the shape
-FIRST_CHOICE = 0.6  # chance of a node's first child; the child of rank r has it divided by (r + 1)^2
+ACCEPTANCE = tuple(0.6 / (rank + 1) ** 2 for rank in range(64))  # by rank: a power law, as Sequoia observed
 # A target of about 1.4 nats whose best token has 0.6, and a drafter whose token it accepts two times in three (the sum
 # of min(p, q)). Logits of spread 4 would have 5 nats over 152k tokens: trees would end at their first level.
 SPREAD, NOISE = 8.0, 1.4
@@ -35,24 +36,18 @@ class VerifyCase:
     draft_rows: DraftRows
 
 
-def power_law_parents(num_nodes: int, depth: int = DEPTH) -> list[int]:
-    """The parents [N+1] of the N likeliest rank paths no deeper than `depth`, when a node's r-th child is taken with a
-    chance that falls as a power of r: Sequoia's optimal trees under the acceptance it observed (arXiv 2402.12374)."""
-    parents = [-1]
-    heap = [(-FIRST_CHOICE, 0, 0, 1)]  # the next child of every node so far: -chance, parent, rank, level
-    while len(parents) <= num_nodes:
-        chance, parent, rank, level = heapq.heappop(heap)
-        if level < depth:
-            heapq.heappush(heap, (chance * FIRST_CHOICE, len(parents), 0, level + 1))
-        heapq.heappush(heap, (chance * ((rank + 1) / (rank + 2)) ** 2, parent, rank + 1, level))
-        parents.append(parent)
-    return parents
+def tree_parents(num_nodes: int) -> list[int]:
+    """The parents [N+1] of Sequoia's best shape for the acceptance above."""
+    column: dict[Path, int] = {(): 0}
+    for path in ranked_shape(ACCEPTANCE, num_nodes, DEPTH):
+        column[path] = len(column)
+    return [-1] + [column[path[:-1]] for path in column if path]
 
 
 def make_case(nodes: int, vocab: int, batch: int, device: str | torch.device = "cpu") -> VerifyCase:
     """The trees of one cell: always the same for the same arguments. nodes < vocab, or children run out of tokens."""
     generator = generator_for(0, "bench", "verify", nodes, vocab, batch)
-    parents = power_law_parents(nodes)
+    parents = tree_parents(nodes)
     inner = sorted(set(parents[1:]))
     trees = []
     logits = torch.empty((batch, nodes + 1, vocab), dtype=torch.bfloat16)

@@ -19,7 +19,7 @@ from exittrain.law.seeding import generator_for
 from exittrain.runtime.progress import track
 from exittrain.stages.benchmarks.schema import RuleTime, SkippedCell, VerifyCell, VerifyPart
 from exittrain.stages.benchmarks.timing import Runs, race
-from exittrain.stages.benchmarks.trees import VerifyCase, make_case, power_law_parents
+from exittrain.stages.benchmarks.trees import VerifyCase, make_case, tree_parents
 from exittrain.stages.evaluation.tables import Table
 from exittrain.verify.base import BatchVerdict
 from exittrain.verify.registry import get_verifier
@@ -96,7 +96,7 @@ def measure_verify(settings: VerifySettings, devices: Sequence[str] = ("cpu",)) 
 def memory_bytes(nodes: int, vocab: int, batch: int) -> int:
     """What a cell holds at its largest: logits, the drafter's rows, and probabilities with their draws at every node
     in float32 (DDTree's way; the other rules need less)."""
-    inner = len(set(power_law_parents(nodes)[1:]))
+    inner = len(set(tree_parents(nodes)[1:]))
     return batch * vocab * (2 * (nodes + 1) + 4 * inner + 8 * (nodes + 1))
 
 
