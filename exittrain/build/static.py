@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from exittrain.build.base import Draft, DraftSession, TreeShape
-from exittrain.build.fill import Path, Wave, fill_shape
+from exittrain.build.fill import Path as Path
+from exittrain.build.fill import Wave, fill_shape
 from exittrain.errors import InputError
 from exittrain.law.ranking import top_tokens
 
