@@ -11,6 +11,7 @@ from functools import partial
 from itertools import product
 
 import torch
+from torch import Tensor
 
 from exittrain.build.base import MAX_BUDGET
 from exittrain.errors import InputError
@@ -21,6 +22,7 @@ from exittrain.stages.benchmarks.schema import RuleTime, SkippedCell, VerifyCell
 from exittrain.stages.benchmarks.timing import Runs, race
 from exittrain.stages.benchmarks.trees import VerifyCase, make_case, tree_parents
 from exittrain.stages.evaluation.tables import Table
+from exittrain.tree.batch import TreeBatch
 from exittrain.verify.base import BatchVerdict
 from exittrain.verify.registry import get_verifier
 
@@ -130,7 +132,8 @@ def verify_jobs(case: VerifyCase) -> dict[str, Callable[[], BatchVerdict]]:
     jobs: dict[str, Callable[[], BatchVerdict]] = {}
     for rule in RULES:
         if rule == DDTREE:
-            jobs[rule] = partial(_everywhere, case, _child_maps(case), _generator(rule, 0, case.target_logits.device))
+            generator = _generator(rule, 0, case.target_logits.device)
+            jobs[rule] = partial(ddtree_predraw, child_maps(case.trees), case.target_logits, generator)
         else:
             generators = [_generator(rule, row) for row in range(batch)]
             jobs[rule] = partial(
@@ -144,19 +147,25 @@ def _generator(rule: str, row: int, device: torch.device | str = "cpu") -> torch
     return generator_for(0, "bench", rule, row, device=device)
 
 
-def _child_maps(case: VerifyCase) -> list[list[dict[int, int]]]:
+def child_maps(trees: TreeBatch) -> list[list[dict[int, int]]]:
     """Of each tree and node: token -> child. DDTree has them from building the tree, so they are not on the clock."""
-    maps = [[dict[int, int]() for _ in row] for row in case.trees.token_ids.tolist()]
-    for tree, tokens, parents in zip(maps, case.trees.token_ids.tolist(), case.trees.parents.tolist(), strict=True):
+    maps = [[dict[int, int]() for _ in row] for row in trees.token_ids.tolist()]
+    for tree, tokens, parents in zip(maps, trees.token_ids.tolist(), trees.parents.tolist(), strict=True):
         for node in range(1, len(tokens)):
             tree[parents[node]][tokens[node]] = node
     return maps
 
 
-def _everywhere(case: VerifyCase, maps: list[list[dict[int, int]]], generator: torch.Generator) -> BatchVerdict:
+def ddtree_predraw(
+    maps: list[list[dict[int, int]]], target_logits: Tensor, generator: torch.Generator, temperature: float = 1.0
+) -> BatchVerdict:
     """`predraw` as DDTree does it (arXiv 2604.12989 and its code): softmax over the vocabulary and one draw at every
-    node, then the walk on the host. Float32, not its model's bfloat16: the draws are to be exact."""
-    probs = case.target_logits.flatten(0, 1).softmax(-1, dtype=torch.float32)
+    node, then the walk on the host. Float32, not its model's bfloat16: the draws are to be exact.
+
+    maps: `child_maps` of trees without padding; target_logits [B, M, V].
+    """
+    scaled = target_logits if temperature == 1 else target_logits / temperature
+    probs = scaled.flatten(0, 1).softmax(-1, dtype=torch.float32)
     drawn = torch.multinomial(probs, 1, generator=generator).view(len(maps), -1).tolist()
     ends = []
     for tree, tokens in zip(maps, drawn, strict=True):
@@ -164,7 +173,7 @@ def _everywhere(case: VerifyCase, maps: list[list[dict[int, int]]], generator: t
         while (child := tree[node].get(tokens[node])) is not None:
             node = child
         ends.append((node, tokens[node]))
-    nodes, bonus_tokens = torch.tensor(ends, device=case.target_logits.device).unbind(1)
+    nodes, bonus_tokens = torch.tensor(ends, device=target_logits.device).unbind(1)
     return BatchVerdict(nodes, bonus_tokens)
 
 
