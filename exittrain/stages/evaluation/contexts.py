@@ -25,7 +25,7 @@ from exittrain.runtime.signals import StopFlag
 from exittrain.stages.coverage import coverage_of, reach_by_depth
 from exittrain.stages.evaluation.results import ContextResult, VerifierResult
 from exittrain.stages.evaluation.tasks import Context, HeldoutSequence
-from exittrain.stages.training.trees import anchor_groups, group_inputs, max_trees
+from exittrain.stages.training.trees import anchor_groups, group_inputs, join_trees, max_trees, move_trees
 from exittrain.tree.batch import TreeBatch
 from exittrain.verify.registry import get_verifier
 
@@ -86,21 +86,30 @@ def measure_contexts(
     return contexts.result(coverage.depth_reach)
 
 
-@torch.no_grad()
 def measure_oracle(
     target: TargetModel, contexts: ContextSet, shape: TreeShape, sampling: Sampling, stop: StopFlag, description: str
 ) -> ContextResult:
     """The same for the best tree of this budget: the target drafts for itself, so its edges are known."""
-    reach = torch.zeros(len(contexts), shape.budget, dtype=torch.float64)
+    trees = grow_oracles(target, contexts, shape, sampling, stop, description)
+    assert trees.draft_logprobs is not None  # builders always set them
+    law = batch_exit_law(trees, trees.draft_logprobs.double())
+    return contexts.result(reach_by_depth(trees, law.reach, shape.budget))
+
+
+@torch.no_grad()
+def grow_oracles(
+    target: TargetModel, contexts: ContextSet, shape: TreeShape, sampling: Sampling, stop: StopFlag, description: str
+) -> TreeBatch:
+    """The oracle's tree at every context (CPU), grown in groups of bounded memory; draft_logprobs are the target's."""
+    groups, grown = [], []
     with progress_bar(len(contexts), description, "contexts") as bar:
         most = max_trees(target.vocab_size, shape)
         for rows in anchor_groups([len(s) for s in contexts.sequences], contexts.tree_sequence, most):
             trees = get_builder("oracle")(target.session(*contexts.group(rows), sampling), shape).trees
-            assert trees.draft_logprobs is not None  # builders always set them
-            law = batch_exit_law(trees, trees.draft_logprobs.double())
-            reach[rows] = reach_by_depth(trees, law.reach, shape.budget).cpu()
+            groups.append(rows)
+            grown.append(move_trees(trees, torch.device("cpu")))
             _advance(bar, stop)(rows.numel())
-    return contexts.result(reach)
+    return join_trees(grown, groups)
 
 
 def _advance(bar: Bar, stop: StopFlag) -> Callable[[int], None]:

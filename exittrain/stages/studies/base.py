@@ -100,9 +100,8 @@ class Bench:
         """`measure_laws` as a stored cell. draws: default the settings' own."""
         subject, sampling = self.subject(drafter), self.at(temperature)
         count = self.settings.draws if draws is None else draws
-        places = [contexts.ids, contexts.anchors.tolist(), [hash_of(s.tolist()) for s in contexts.sequences]]
         parts = {
-            "drafter": subject.fingerprint, "contexts": hash_of(places), "source": source.key(),
+            "drafter": subject.fingerprint, "contexts": contexts_hash(contexts), "source": source.key(),
             "verifiers": list(verifiers), "temperature": temperature, "draws": count,
         }  # fmt: skip
         description = f"{self.settings.name}: {drafter}, {source.builder}, temperature {temperature:g}"
@@ -127,6 +126,12 @@ class Bench:
 
 def hash_of(value: Any) -> str:
     return cell_key({"value": value})
+
+
+def contexts_hash(contexts: ContextSet) -> str:
+    """What a cell's key says of its contexts: which places, in which tokens."""
+    places = [contexts.ids, contexts.anchors.tolist(), [hash_of(s.tolist()) for s in contexts.sequences]]
+    return hash_of(places)
 
 
 @dataclass(frozen=True)
