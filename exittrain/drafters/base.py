@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from exittrain.drafters.calibration import Calibration
 from exittrain.law.sampling import Sampling
 from exittrain.models.cache import TreeCache, pad_paths
 from exittrain.models.causal import CausalModel
@@ -28,12 +29,20 @@ class Drafter:
     """A drafter around a CausalModel. kind: "layers" (copied from the target) or "causal_lm".
 
     Parameters that require no gradient (embeddings shared with the target) stay as they are in training.
+    calibration: what its folder says about trees and verifiers; read when loaded, not written by `save`.
     """
 
-    def __init__(self, model: CausalModel, kind: str = "causal_lm", target_fingerprint: str | None = None) -> None:
+    def __init__(
+        self,
+        model: CausalModel,
+        kind: str = "causal_lm",
+        target_fingerprint: str | None = None,
+        calibration: Calibration | None = None,
+    ) -> None:
         self.model = model
         self.kind = kind
         self.target_fingerprint = target_fingerprint
+        self.calibration = calibration
 
     def fingerprint(self) -> str:
         """sha256 (hex) of config and weights as they are now."""

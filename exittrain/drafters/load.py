@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from exittrain.drafters.base import DRAFTER_FILE, SCHEMA_VERSION, Drafter
+from exittrain.drafters.calibration import Calibration
 from exittrain.drafters.layers import copy_layers, share_with_target
 from exittrain.drafters.vocabulary import check_vocabulary
 from exittrain.errors import InputError
@@ -25,8 +26,8 @@ def load_drafter(
     """A drafter for `target`, on its device, trainable, in `dtype` (default: the target's).
 
     source: a folder written by `Drafter.save`, any source `CausalModel.from_pretrained` takes, `layers:4` (the
-    target's first 4) or `layers:0,5,29` (those). Raises InputError where it cannot be read, or where its vocabulary
-    is not the target's, naming ids that differ.
+    target's first 4) or `layers:0,5,29` (those). A folder's calibration comes along. Raises InputError where it (or
+    its calibration) cannot be read, or where its vocabulary is not the target's, naming ids that differ.
     """
     if str(source).startswith("layers:"):
         return copy_layers(target, _parse_layers(str(source)), dtype, share_embeddings)
@@ -39,7 +40,8 @@ def load_drafter(
     check_vocabulary(model, target)
     model.module.requires_grad_(True)
     note = _read_note(Path(source))
-    drafter = Drafter(model, str(note.get("kind", "causal_lm")), target.fingerprint())
+    kind = str(note.get("kind", "causal_lm"))
+    drafter = Drafter(model, kind, target.fingerprint(), Calibration.load(source))
     frozen = set(note.get("frozen") or ())
     for name, parameter in model.module.named_parameters():
         parameter.requires_grad_(name not in frozen)

@@ -1,12 +1,33 @@
-"""Folders that appear whole or not at all."""
+"""Files and folders that appear whole or not at all."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+TEMPORARY = ".tmp-"  # prefix of names that are not finished; never part of a result
+
+
+def write_bytes(path: str | Path, data: bytes) -> None:
+    """Write `data` to `path` atomically (temporary name in the same folder, fsync, rename); parent folders are made."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.parent / f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}"
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            temporary.unlink()
+        raise
+    fsync_folder(path.parent)
 
 
 @contextmanager
@@ -29,19 +50,20 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         for place in (*sorted(partial.rglob("*")), partial):
             if place.is_file():  # safetensors writes for its owner alone: others serve what one trains
                 place.chmod(readable)
-            _sync(place)
+            fsync_folder(place)
         if folder.exists():
             os.rename(folder, old)
         os.rename(partial, folder)
-        _sync(folder.parent)
+        fsync_folder(folder.parent)
     finally:
         for leftover in (partial, old):
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
+def fsync_folder(path: str | Path) -> None:
+    """Make a file's bytes, or the renames inside a folder, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        os.fsync(descriptor)
     finally:
-        os.close(handle)
+        os.close(descriptor)

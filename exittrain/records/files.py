@@ -5,33 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import secrets
 import shutil
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from exittrain.errors import InputError
-
-TEMPORARY = ".tmp-"  # prefix of names that are not finished; never part of a result
-
-
-def write_bytes(path: str | Path, data: bytes) -> None:
-    """Write `data` to `path` atomically; parent folders are made."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.parent / f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}"
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(FileNotFoundError):
-            temporary.unlink()
-        raise
-    fsync_folder(path.parent)
+from exittrain.models.folders import TEMPORARY as TEMPORARY
+from exittrain.models.folders import fsync_folder as fsync_folder
+from exittrain.models.folders import write_bytes as write_bytes
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -56,15 +37,6 @@ def read_json(path: str | Path) -> Any:
         raise InputError(f"{path} does not exist") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{path} is damaged or truncated ({error}): delete it and run the stage again") from None
-
-
-def fsync_folder(path: str | Path) -> None:
-    """Make renames inside `path` durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def fsync_tree(path: str | Path) -> None:

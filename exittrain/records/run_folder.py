@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from exittrain.drafters.calibration import CALIBRATION_FILE
 from exittrain.errors import InputError
 from exittrain.records.files import TEMPORARY, read_json, sha256, write_json, write_text
 from exittrain.records.schema import SCHEMA_VERSION
 
 DONE = "DONE.json"
 STARTED = "STARTED.json"
-UNLISTED = (DONE, STARTED)  # our own marks
+UNLISTED = (DONE, STARTED, CALIBRATION_FILE)  # our own marks, and what is measured of a drafter later
 UNLISTED_FOLDERS = ("wandb",)  # wandb goes on writing there, for instance when a run is synchronised later
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from exittrain.build.base import TreeShape
 from exittrain.config.schema import ArmSection, Recipe
+from exittrain.drafters.calibration import CALIBRATION_FILE
 from exittrain.errors import InputError
 from exittrain.law.sampling import Sampling
 from exittrain.records.files import sha256
@@ -205,11 +206,16 @@ def data_hash(path: str | None) -> str | None:
 
 
 def file_hash(path: str | None) -> str | None:
-    """A hash of a file, or of all files of a folder whatever it is called; a name that is no path stands for itself."""
+    """A hash of a file, or of all files of a folder whatever it is called; a name that is no path stands for itself.
+
+    A drafter's calibration is left out: it is measured later and changes nothing that starts from the drafter.
+    """
     if path is None or not Path(path).exists():
         return path
     root = Path(path)
-    files = [root] if root.is_file() else sorted(file for file in root.rglob("*") if file.is_file())
+    files = (
+        [root] if root.is_file() else sorted(f for f in root.rglob("*") if f.is_file() and f.name != CALIBRATION_FILE)
+    )
     digest = hashlib.sha256()
     for file in files:
         digest.update(f"{file.relative_to(root).as_posix()} {file.stat().st_size} {_content_hash(file)}\n".encode())
