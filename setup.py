@@ -6,7 +6,10 @@ from shutil import copytree, ignore_patterns
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-SHARED = ("recipes", "data/prompts", "data/fixtures", "data/conversations", "eval/benchmarks", "eval/suites")
+SHARED = (
+    "recipes", "data/prompts", "data/fixtures", "data/conversations", "eval/benchmarks", "eval/suites",
+    "eval/published",
+)  # fmt: skip
 
 
 class BuildWithShared(build_py):

@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+SHARED = (
+    "recipes/", "data/prompts/", "data/conversations/", "eval/benchmarks/", "eval/suites/", "eval/published/"
+)  # fmt: skip
 
 
 @pytest.mark.slow
@@ -28,13 +31,14 @@ def test_wheel_has_and_finds_shared_files(tmp_path: Path) -> None:
         names = set(archive.namelist())
         archive.extractall(tmp_path / "site")
     for name in tracked.splitlines():
-        if name.startswith(("recipes/", "data/prompts/", "data/conversations/", "eval/benchmarks/", "eval/suites/")):
+        if name.startswith(SHARED):
             assert f"exittrain/_share/{name}" in names
     assert not any(name.startswith(("tests/", "data/", "eval/", "recipes/")) for name in names)
     code = (
         "import exittrain; from exittrain.config.load import load_recipe\n"
         "from exittrain.stages.prompts import known_sets\n"
-        "print(exittrain.__file__); assert load_recipe('quickstart').name == 'quickstart'; assert known_sets()"
+        "print(exittrain.__file__); assert load_recipe('quickstart').name == 'quickstart'; assert known_sets()\n"
+        "from exittrain.stages.studies.published import TevFigures, read_figures; read_figures('tev-paper', TevFigures)"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)

@@ -25,6 +25,7 @@ WORDS = (
     "means the few prompts that come with exittrain, not the public benchmark of that name."
 )
 SHORT = {"interval above zero": "above zero", "interval below zero": "below zero", "interval holds zero": "holds zero"}
+AGREES = {True: " agrees", False: " differs", None: ""}  # what is measured lies in the interval of its expectation
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,13 @@ def interval(part: Interval | None, digits: int = 3) -> str:
 
 def percent(gain: Gain | None) -> str:
     """`+0.62 % [+0.42, +0.83] above zero`."""
-    if gain is None:
-        return ""
-    part = gain.percent
+    return "" if gain is None else signed(gain.percent)
+
+
+def signed(part: Interval, unit: str = " %") -> str:
+    """`+0.62 % [+0.42, +0.83] above zero`."""
     bounds = "" if part.low is None or part.high is None else f" [{part.low:+.2f}, {part.high:+.2f}]"
-    return f"{part.value:+.2f} %{bounds} {SHORT.get(gain.verdict, gain.verdict)}"
+    return f"{part.value:+.2f}{unit}{bounds} {SHORT.get(part.verdict, part.verdict)}"
 
 
 def gain_columns(gains: Sequence[Gain]) -> list[tuple[str, str]]:
@@ -129,7 +132,7 @@ def decode_table(metrics: Metrics, table: DecodeTable) -> Table:
             interval(row.block_length_prompt_mean),
             *gain_cells(table.gains_prompt_mean, row.drafter),
             interval(row.block_length_pooled),
-            interval(row.expected_block_length_pooled) + {True: " agrees", False: " differs", None: ""}[row.agrees],
+            interval(row.expected_block_length_pooled) + AGREES[row.agrees],
             number(row.accepted_pooled),
             _counts(row),
         )

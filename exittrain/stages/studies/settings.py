@@ -56,7 +56,10 @@ class VerifierStudy(Study):
 
 
 class TraversalStudy(Study):
-    """The ablations of arXiv 2505.12398: traversal beside rrs_wor on chains, binary trees and EAGLE's sparse tree."""
+    """The ablations of arXiv 2505.12398: traversal beside rrs_wor on chains, binary trees and EAGLE's sparse tree.
+
+    draws: at the temperature of the table by depth alone (1 where it is asked for). depth and width are not used.
+    """
 
     study: Literal["traversal-paper"]
     temperatures: Annotated[list[Temperature], Field(min_length=1)]
@@ -65,13 +68,17 @@ class TraversalStudy(Study):
 
 
 class TevStudy(Study):
-    """Drafters x {predraw, tev} x budgets on best-first trees, with verifier seconds."""
+    """Drafters x {predraw, tev} x budgets on best-first trees, with verifier milliseconds.
+
+    timed: trees on which the verifiers are timed, one at a time, `repeats` times each (0: none).
+    """
 
     study: Literal["tev-paper"]
     temperatures: Annotated[list[Temperature], Field(min_length=1)]
     budgets: Annotated[list[Positive], Field(min_length=1)]
     verifiers: Annotated[list[FixedVerifier], Field(min_length=1)]
-    prompts: Positive = 8
+    timed: Annotated[int, Field(ge=0)] = 32
+    repeats: Positive = 5
 
 
 class OracleStudy(Study):
