@@ -19,7 +19,7 @@ from exittrain.build.fill import Path, Wave, fill_shape
 from exittrain.build.static import rank_paths
 from exittrain.errors import InputError
 from exittrain.tree.draft_rows import DraftRows
-from exittrain.verify.tev import pick_rows
+from exittrain.verify.draws import pick_rows
 
 MAX_WEIGHTS = 2**24  # float64 weights in memory at once: rows of a wide wave are drawn from in turn
 

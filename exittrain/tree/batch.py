@@ -78,11 +78,14 @@ class TreeBatch:
         """[B, M] each node's parent column, clamped to 0 at the root: safe to gather with."""
         return self.parents.clamp(min=0)
 
+    def child_counts(self) -> Tensor:
+        """[B, M] int64: how many children each node has (0 where padded)."""
+        drafted = (self.valid & (self.depths > 0)).long()
+        return torch.zeros_like(self.parents).scatter_add(1, self.parent_index(), drafted)
+
     def has_children(self) -> Tensor:
         """[B, M] bool: nodes with at least one child."""
-        counts = torch.zeros_like(self.parents)
-        drafted = (self.valid & (self.depths > 0)).long()
-        return counts.scatter_add(1, self.parent_index(), drafted) > 0
+        return self.child_counts() > 0
 
     def keep(self, chosen: Tensor) -> tuple[TreeBatch, Tensor]:
         """The nodes of chosen [B, M] bool alone, moved together in their order.

@@ -6,8 +6,8 @@ A verifier is told apart by two functions on plain rows [N+1, V] (numpy, float64
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,16 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exittrain.errors import InputError
 from exittrain.law.probabilities import Rows, checked_rows
 from exittrain.law.sampling import Sampling, process_logits
 from exittrain.tree.batch import TreeBatch
 from exittrain.tree.draft_rows import DraftRows
-from exittrain.tree.draft_tree import DRAWN, DraftTree
+from exittrain.tree.draft_tree import DraftTree
 from exittrain.tree.merge import merge_twins
-from exittrain.verify.base import BatchVerdict, BlockLaw, Generators, Verdict
-
-Uniform = Callable[[], float]  # the next draw from [0, 1)
+from exittrain.verify.base import BatchVerdict, Generators, Verdict
+from exittrain.verify.draws import Uniform, uniform_from
+from exittrain.verify.exits import Exit, ExitRule
+from exittrain.verify.fixed_batch import fixed_exits
 
 
 class RowReader(Protocol):
@@ -47,19 +47,8 @@ class ServedRows:
         return row
 
 
-@dataclass(frozen=True, eq=False)
-class Exit:
-    """One way out: the node left at, its probability, and the bonus token's law [V] there."""
-
-    node: int
-    probability: Any
-    bonus: Rows
-
-
-class FixedVerifier(ABC):
+class FixedVerifier(ExitRule):
     """Exact on any tree, however drawn; the twins of an i.i.d. tree are merged first."""
-
-    name: str
 
     @abstractmethod
     def exits(self, tree: DraftTree, rows: Rows) -> Iterator[Exit]:
@@ -69,13 +58,13 @@ class FixedVerifier(ABC):
     def draw(self, tree: DraftTree, rows: RowReader, uniform: Uniform) -> tuple[int, int]:
         """(node, bonus token) at random, from float64 rows. May write to a row it has read."""
 
-    def check(self, drawn: str | None) -> None:
-        if drawn not in DRAWN:
-            raise InputError(f"drawn is {drawn!r}; it must be one of {', '.join(map(repr, DRAWN))}")
-
     def check_rows(self, rows: Rows) -> None:
         """Raises InputError on rows this rule is not made for."""
         return None
+
+    def ways(self, tree: DraftTree, target_probs: Any, draft_probs: Any) -> tuple[DraftTree, Iterator[Exit]]:
+        merged, _, rows = self._prepare(tree, target_probs)
+        return merged, self.exits(merged, rows)
 
     def verify(
         self, tree: DraftTree, target_probs: Any, draft_probs: Any = None, generator: torch.Generator | None = None
@@ -83,23 +72,6 @@ class FixedVerifier(ABC):
         merged, kept, rows = self._prepare(tree, target_probs)
         node, bonus = self.draw(merged, rows.astype(np.float64), uniform_from(generator))
         return Verdict(tuple(tree.path(kept[node])), bonus)
-
-    def block_law(self, tree: DraftTree, target_probs: Any, draft_probs: Any = None) -> BlockLaw:
-        merged, _, rows = self._prepare(tree, target_probs)
-        tokens = merged.token_ids.tolist()
-        law: BlockLaw = {}
-        for way in self.exits(merged, rows):
-            accepted = tuple(tokens[node] for node in merged.path(way.node))
-            for token in np.flatnonzero(way.bonus):
-                block = (*accepted, int(token))
-                law[block] = law.get(block, 0) + way.probability * way.bonus[token]
-        return {block: probability for block, probability in law.items() if probability > 0}
-
-    def expected_block_length(self, tree: DraftTree, target_probs: Any, draft_probs: Any = None) -> float:
-        merged, _, rows = self._prepare(tree, target_probs)
-        depths = merged.depths.tolist()
-        length: float = sum(way.probability * (depths[way.node] + 1) for way in self.exits(merged, rows))
-        return length
 
     def verify_batch(
         self,
@@ -120,30 +92,18 @@ class FixedVerifier(ABC):
         nodes, bonus_tokens = torch.tensor(ends, device=target_logits.device).unbind(1)
         return BatchVerdict(nodes, bonus_tokens)
 
+    def exit_probabilities(
+        self, trees: TreeBatch, target_logits: Tensor, sampling: Sampling, draft_rows: DraftRows | None = None
+    ) -> Tensor:
+        """One law for all fixed verifiers (math.md section 2). Twins count at the first, the later ones get 0."""
+        self.check(trees.drawn)
+        law = fixed_exits(trees, target_logits, sampling)
+        nothing = torch.zeros(trees.parents.shape, dtype=torch.float64, device=law.exits.device)
+        return nothing.scatter_add(1, law.kept, law.exits)
+
     def _prepare(self, tree: DraftTree, target_probs: Any) -> tuple[DraftTree, list[int], Rows]:
         self.check(tree.drawn)
         merged, kept = merge_twins(tree)
         rows = checked_rows(tree, target_probs)[kept.numpy()]
         self.check_rows(rows)
         return merged, kept.tolist(), rows
-
-
-def uniform_from(generator: torch.Generator | None) -> Uniform:
-    """Draws in float64, so that rare tokens keep their probability."""
-    device = "cpu" if generator is None else generator.device
-    return lambda: float(torch.rand((), dtype=torch.float64, generator=generator, device=device))
-
-
-def pick(weights: Rows, uniform: float) -> int:
-    """Inverse CDF: an index of weights [n] (not negative, not all zero) by one uniform draw; never one of weight 0."""
-    total = np.cumsum(weights)
-    index = int(np.searchsorted(total, uniform * total[-1], side="right"))
-    return min(index, int(np.flatnonzero(weights)[-1]))
-
-
-def children_of(tree: DraftTree) -> list[list[int]]:
-    """Each node's children, in draft order."""
-    children: list[list[int]] = [[] for _ in range(tree.num_nodes + 1)]
-    for node, parent in enumerate(tree.parents.tolist()[1:], start=1):
-        children[parent].append(node)
-    return children

@@ -37,6 +37,17 @@ class Greedy(Predraw):
         draft_rows: DraftRows | None = None,
     ) -> BatchVerdict:
         """Raises InputError unless sampling.temperature is 0."""
-        if not sampling.greedy:
-            raise InputError(f"greedy needs temperature 0, not {sampling.temperature}; use tev, predraw or residual")
+        _check_greedy(sampling)
         return Tev().verify_batch(trees, target_logits, sampling, generators)
+
+    def exit_probabilities(
+        self, trees: TreeBatch, target_logits: Tensor, sampling: Sampling, draft_rows: DraftRows | None = None
+    ) -> Tensor:
+        """Raises InputError unless sampling.temperature is 0."""
+        _check_greedy(sampling)
+        return super().exit_probabilities(trees, target_logits, sampling)
+
+
+def _check_greedy(sampling: Sampling) -> None:
+    if not sampling.greedy:
+        raise InputError(f"greedy needs temperature 0, not {sampling.temperature}; use tev, predraw or residual")

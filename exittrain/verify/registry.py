@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from exittrain.errors import InputError, nearest
 from exittrain.verify.base import Verifier
+from exittrain.verify.block import Block
 from exittrain.verify.greedy import Greedy
 from exittrain.verify.predraw import Predraw
 from exittrain.verify.residual import Residual
+from exittrain.verify.rrs import Rrs
+from exittrain.verify.rrs_wor import RrsWor
 from exittrain.verify.tev import Tev
+from exittrain.verify.traversal import Traversal
 
-VERIFIERS: dict[str, Verifier] = {verifier.name: verifier for verifier in (Tev(), Predraw(), Residual(), Greedy())}
+FIXED: tuple[Verifier, ...] = (Tev(), Predraw(), Residual(), Greedy())
+SAMPLED: tuple[Verifier, ...] = (Rrs(), RrsWor(), Traversal(), Block())
+VERIFIERS: dict[str, Verifier] = {verifier.name: verifier for verifier in (*FIXED, *SAMPLED)}
 
 
 def get_verifier(name: str) -> Verifier:

@@ -7,7 +7,9 @@ from typing import Any
 
 from exittrain.law.probabilities import Rows
 from exittrain.tree.draft_tree import DraftTree
-from exittrain.verify.fixed import Exit, FixedVerifier, RowReader, Uniform, children_of, pick
+from exittrain.verify.draws import Uniform, pick
+from exittrain.verify.exits import Exit, children_of
+from exittrain.verify.fixed import FixedVerifier, RowReader
 
 
 class Residual(FixedVerifier):

@@ -13,9 +13,8 @@ from exittrain.errors import InputError
 from exittrain.law.sampling import Sampling, process_logits
 from exittrain.tree.batch import TreeBatch
 from exittrain.tree.draft_tree import DraftTree
-from exittrain.verify.fixed import pick
+from exittrain.verify.draws import pick, pick_rows
 from exittrain.verify.registry import VERIFIERS, get_verifier
-from exittrain.verify.tev import pick_rows
 
 NAMES = ["tev", "predraw", "residual"]
 SERVING = [Sampling(), Sampling(0.5), Sampling(2.0, top_k=3), Sampling(0.7, top_p=0.8), Sampling(0.1, top_p=0.9)]

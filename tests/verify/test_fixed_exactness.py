@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 
 from exittrain.law.exit_law import exit_law
 from exittrain.tree.draft_tree import DraftTree
-from exittrain.verify.fixed import Exit, FixedVerifier, children_of, pick
+from exittrain.verify.draws import pick
+from exittrain.verify.exits import Exit, children_of
+from exittrain.verify.fixed import FixedVerifier
 from exittrain.verify.registry import get_verifier
 
 NAMES = ["tev", "predraw", "residual"]

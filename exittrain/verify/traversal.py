@@ -1,0 +1,61 @@
+"""`traversal`: leaf to root, a whole path at a time (Traversal Verification, arXiv 2505.12398; math.md section 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from exittrain.law.probabilities import Rows
+from exittrain.law.sampling import Sampling
+from exittrain.tree.batch import TreeBatch
+from exittrain.tree.draft_rows import DraftRows
+from exittrain.tree.draft_tree import DraftTree
+from exittrain.verify.exits import Exit, children_of
+from exittrain.verify.rejections import traversed_exits, try_children
+from exittrain.verify.sampled import SampledVerifier, acceptance, rejected
+
+
+class Traversal(SampledVerifier):
+    """The first leaf is accepted with its acc; else it goes, its parent's acc, p and q change, so up to the root."""
+
+    name = "traversal"
+    drawn = ("iid", "without_replacement")
+
+    def exits(self, tree: DraftTree, target_rows: Rows, draft_rows: Rows) -> Iterator[Exit]:
+        parents, tokens, live = tree.parents.tolist(), tree.token_ids.tolist(), children_of(tree)
+        target, draft = list(target_rows), list(draft_rows)
+        acc: list[Any] = [1] * len(parents)
+
+        def accept_below(top: int) -> None:
+            pending = [top]
+            while pending:
+                node = pending.pop()
+                for child in live[node]:
+                    acc[child] = acceptance(acc[node], target[node], draft[node], tokens[child])
+                pending += live[node]
+
+        accept_below(0)
+        waiting: Any = 1
+        while True:
+            node = 0
+            while live[node]:
+                node = live[node][0]
+            yield Exit(node, waiting * acc[node], target[node])
+            if node == 0:
+                return
+            waiting = waiting * (1 - acc[node])
+            above = parents[node]
+            live[above].remove(node)
+            acc[above], target[above], draft[above] = rejected(
+                acc[above], target[above], draft[above], tokens[node], tree.drawn
+            )
+            acc[0] = 1
+            accept_below(above)
+
+    def batch_exits(
+        self, trees: TreeBatch, target_logits: Tensor, sampling: Sampling, draft_rows: DraftRows
+    ) -> tuple[Tensor, Tensor]:
+        tries = try_children(trees, target_logits, sampling, draft_rows, inherited=True)
+        return traversed_exits(trees, tries), tries.cut.view_as(trees.parents)
