@@ -55,13 +55,17 @@ class Bench:
     def at(self, temperature: float) -> Sampling:
         return replace(self.sampling, temperature=temperature)
 
+    def entrant(self, name: str) -> Entrant:
+        """Raises InputError where no drafter has this name: studies of several ask for all before they measure one."""
+        names = [entrant.name for entrant in self.entrants]
+        if name not in names:
+            raise InputError(f"no drafter {name!r}{nearest(name, names)} (there are: {', '.join(names)})")
+        return self.entrants[names.index(name)]
+
     def subject(self, name: str) -> Subject:
         """A drafter by its entrant's name; loaded once, and then the only one in memory."""
         if name not in self._subjects:
-            names = [entrant.name for entrant in self.entrants]
-            if name not in names:
-                raise InputError(f"no drafter {name!r}{nearest(name, names)} (there are: {', '.join(names)})")
-            drafter: Drafter = self.entrants[names.index(name)].load()
+            drafter: Drafter = self.entrant(name).load()
             drafter.model.module.eval()
             self._subjects.clear()
             self._subjects[name] = Subject(name, drafter, drafter.fingerprint())

@@ -1,0 +1,185 @@
+"""How good a tree could be, how near the drafter's trees come, and where the rest is lost (suite `oracle`).
+
+One oracle tree of the largest budget at each context, and one best-first tree of each drafter, give every budget: both
+builders put nodes in order of worth, so the first n nodes are the tree of budget n. The oracle grows in waves, all
+contexts of a group and all prefixes of a level that may still be among the best N in one forward of the target.
+
+Shapes: A contexts, B trees of a group, M nodes with the root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from exittrain.build.base import TreeShape
+from exittrain.law.gap import CoverageGap, coverage_gap, first_nodes
+from exittrain.law.sampling import Sampling
+from exittrain.models.target import TargetModel
+from exittrain.runtime.progress import progress_bar
+from exittrain.runtime.signals import StopFlag
+from exittrain.stages.coverage import draw_and_score
+from exittrain.stages.evaluate import WARM_START
+from exittrain.stages.evaluation.contexts import ContextSet, grow_oracles
+from exittrain.stages.evaluation.measures import Floats
+from exittrain.stages.studies.base import Bench, StudyReport, contexts_hash
+from exittrain.stages.studies.oracle_tables import advice, curve_plot, gap_plot, lines_of, report_tables
+from exittrain.stages.studies.settings import OracleStudy
+from exittrain.stages.training.trees import anchor_groups, max_trees, move_trees, take_trees
+from exittrain.tree.batch import TreeBatch
+from exittrain.tree.draft_tree import DraftTree
+
+if TYPE_CHECKING:
+    from exittrain.drafters.base import Drafter
+
+
+@dataclass(frozen=True, eq=False)
+class OracleTrees:
+    """The oracle's trees [A, M], nodes in the builder's order; draft_logprobs are the target's own edges."""
+
+    trees: TreeBatch
+
+    def to_json(self) -> dict[str, Any]:
+        singles = self.trees.trees()
+        return {
+            name: [getattr(tree, name).tolist() for tree in singles]
+            for name in ("token_ids", "parents", "draft_logprobs")
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> OracleTrees:
+        columns = zip(data["token_ids"], data["parents"], data["draft_logprobs"], strict=True)
+        return cls(
+            TreeBatch.from_trees([DraftTree(tokens, parents, "top", scores) for tokens, parents, scores in columns])
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class GapResult:
+    """One drafter at one temperature. gaps: budget -> the parts of `CoverageGap`, each [A] or [A, 4]."""
+
+    sequence_ids: tuple[str, ...]
+    gaps: dict[int, dict[str, Floats]]
+
+    def to_json(self) -> dict[str, Any]:
+        gaps = {
+            str(budget): {name: part.tolist() for name, part in parts.items()} for budget, parts in self.gaps.items()
+        }
+        return {"sequence_ids": self.sequence_ids, "gaps": gaps}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> GapResult:
+        gaps = {
+            int(budget): {name: np.asarray(part, dtype=np.float64) for name, part in parts.items()}
+            for budget, parts in data["gaps"].items()
+        }
+        return cls(tuple(data["sequence_ids"]), gaps)
+
+
+def run_oracle(bench: Bench) -> StudyReport:
+    """The study: every drafter at every temperature and budget, beside the oracle.
+
+    Raises InputError on an unknown drafter and where no context leaves room for a chain of the largest budget.
+    """
+    settings = bench.settings
+    assert isinstance(settings, OracleStudy)
+    budgets, temperatures = sorted(set(settings.budgets)), list(dict.fromkeys(settings.temperatures))
+    drafters = drafters_of(bench)
+    contexts = bench.contexts(max(budgets[-1], settings.depth))
+    results = {
+        (name, temperature): gap_cell(bench, name, contexts, budgets, temperature)
+        for name in drafters
+        for temperature in temperatures
+    }
+    lines = [
+        line
+        for temperature in temperatures
+        for (name, other), result in results.items()
+        if other == temperature
+        for line in lines_of(name, temperature, result.gaps, result.sequence_ids, bench.bootstrap)
+    ]
+    return StudyReport(
+        report_tables(lines, len(contexts), settings.depth),
+        {"block-length": curve_plot(lines), "gap": gap_plot(lines)},
+        {"contexts": len(contexts), "sequences": len(set(contexts.ids)), "lines": [line.to_json() for line in lines]},
+        advice(lines, bench.default_drafter()),
+    )
+
+
+def drafters_of(bench: Bench) -> list[str]:
+    """The settings' drafters, else the warm start (where there is one) and the default drafter."""
+    warm = [entrant.name for entrant in bench.entrants if entrant.role == WARM_START]
+    names = dict.fromkeys(bench.settings.drafters or [*warm, bench.default_drafter()])
+    return [bench.entrant(name).name for name in names]
+
+
+def gap_cell(bench: Bench, name: str, contexts: ContextSet, budgets: Sequence[int], temperature: float) -> GapResult:
+    """A stored cell; the oracle's trees are another, shared by all drafters of one temperature."""
+    settings, subject, sampling = bench.settings, bench.subject(name), bench.at(temperature)
+    shape = TreeShape(budgets[-1], settings.depth, settings.width)
+    common = {"contexts": contexts_hash(contexts), "temperature": temperature}
+    where = f"{settings.name}: temperature {temperature:g}"
+
+    def make() -> GapResult:
+        oracle = bench.get(
+            OracleTrees, {**common, "budget": shape.budget},
+            lambda: OracleTrees(
+                grow_oracles(bench.target, contexts, shape, sampling, bench.stop, f"{where}, oracle")
+            ),
+        )  # fmt: skip
+        return measure_gaps(
+            bench.target, subject.drafter, contexts, oracle.trees, shape, budgets, sampling, bench.stop,
+            f"{where}, {name}",
+        )  # fmt: skip
+
+    key = {**common, "drafter": subject.fingerprint, "shape": vars(shape), "budgets": list(budgets)}
+    return bench.get(GapResult, key, make)
+
+
+@torch.no_grad()
+def measure_gaps(
+    target: TargetModel, drafter: Drafter, contexts: ContextSet, oracle: TreeBatch, shape: TreeShape,
+    budgets: Sequence[int], sampling: Sampling, stop: StopFlag, description: str,
+) -> GapResult:  # fmt: skip
+    """The drafter's best-first trees of shape.budget nodes, drawn and scored once, beside the oracle's at every budget.
+
+    oracle: one tree a context, at least shape.budget nodes where the target has them.
+    """
+    groups, found = [], []
+    with progress_bar(len(contexts), description, "contexts") as bar:
+        most = max_trees(target.vocab_size, shape)
+        for rows in anchor_groups([len(s) for s in contexts.sequences], contexts.tree_sequence, most):
+            scored = draw_and_score(
+                target, drafter, contexts.sequences, contexts.tree_sequence, contexts.anchors, rows, shape, sampling
+            )
+            trees = move_trees(scored.trees, torch.device("cpu"))
+            groups.append(rows)
+            found.append(nested_gaps(take_trees(oracle, rows), trees, scored.edge_logprobs.cpu(), budgets, shape.depth))
+            stop.raise_if_set()
+            bar.advance(rows.numel())
+    order = torch.cat(groups).argsort()
+    gaps = {
+        budget: {
+            name: torch.cat([getattr(part[budget], name) for part in found])[order].numpy()
+            for name in CoverageGap.__dataclass_fields__
+        }
+        for budget in budgets
+    }
+    return GapResult(contexts.ids, gaps)
+
+
+def nested_gaps(
+    oracle: TreeBatch, trees: TreeBatch, edge_logprobs: Tensor, budgets: Sequence[int], depth: int
+) -> dict[int, CoverageGap]:
+    """The gap at each budget from two trees of the largest. edge_logprobs [B, M]: the target's, of `trees`."""
+    assert oracle.draft_logprobs is not None  # builders always set them
+    edges = oracle.draft_logprobs.double()
+    return {
+        budget: coverage_gap(*first_nodes(oracle, edges, budget), *first_nodes(trees, edge_logprobs, budget), depth)
+        for budget in budgets
+    }

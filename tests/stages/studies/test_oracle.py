@@ -1,0 +1,200 @@
+"""The study `oracle` on tiny models: one tree serves all budgets, the split adds up, cells are kept."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from exittrain.build.base import TreeShape
+from exittrain.drafters.base import Drafter
+from exittrain.drafters.scratch import make_causal_lm
+from exittrain.errors import InputError, Interrupted
+from exittrain.law.gap import PLACES
+from exittrain.models.target import TargetModel
+from exittrain.runtime.signals import StopFlag
+from exittrain.stages.conversations.store import TokenSequence
+from exittrain.stages.evaluation.contexts import measure_contexts, measure_oracle
+from exittrain.stages.evaluation.engine import Entrant
+from exittrain.stages.evaluation.intervals import Bootstrap, Estimate
+from exittrain.stages.evaluation.tasks import heldout_task
+from exittrain.stages.studies import oracle
+from exittrain.stages.studies.base import Bench
+from exittrain.stages.studies.oracle_tables import Line, advice, curve_plot, lines_of
+from exittrain.stages.studies.run import study
+from exittrain.stages.studies.settings import OracleStudy, load_suite
+
+VOCAB, BUDGETS, DEPTH = 23, [2, 5, 12], 3
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    torch.set_num_threads(1)
+
+
+def tiny(seed: int, noise: float = 0.0):
+    model = make_causal_lm(VOCAB, 16, 2, 2, 32, max_positions=64, seed=seed)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        model.output.weight.mul_(20.0)  # peaked enough that trees catch something
+        for parameter in model.module.parameters():
+            parameter.add_(noise * torch.randn_like(parameter))
+    return model
+
+
+@pytest.fixture(scope="module")
+def target() -> TargetModel:
+    return TargetModel(tiny(0).module, name="tiny")
+
+
+@pytest.fixture(scope="module")
+def entrants() -> list[Entrant]:
+    drafters = {"warm start": Drafter(tiny(1)), "near": Drafter(tiny(0, 0.05)), "self": Drafter(tiny(0))}
+    roles = {"warm start": "warm start", "near": "arm", "self": "drafter"}
+    return [Entrant(name, partial(drafters.__getitem__, name), roles[name]) for name in drafters]
+
+
+def sequences(count: int = 9, length: int = 24, prompt: int = 6) -> list[TokenSequence]:
+    generator = torch.Generator().manual_seed(5)
+    mask = [0] * prompt + [1] * (length - prompt)
+    return [
+        TokenSequence(f"s{i}", torch.randint(1, VOCAB, (length,), generator=generator).tolist(), mask, prompt, "test")
+        for i in range(count)
+    ]
+
+
+def settings_of(**changes) -> OracleStudy:
+    values = {"temperatures": [1.0, 0.0], "budgets": BUDGETS, "contexts": 14, "depth": DEPTH, "bootstrap": 40}
+    return load_suite("oracle").model_copy(update={**values, **changes})
+
+
+def run(target, entrants, folder: Path, stop: StopFlag | None = None, **changes):
+    return study(target, entrants, settings_of(**changes), folder, lambda: None, sequences(), stop=stop)
+
+
+def bench_of(target, entrants, folder: Path, **changes) -> Bench:
+    tasks = [heldout_task(sequences(), None)]
+    return Bench(target, entrants, tasks, settings_of(**changes), oracle.Sampling(), 0, folder, StopFlag())
+
+
+def test_the_whole_study(target, entrants, tmp_path):
+    report = run(target, entrants, tmp_path)
+    data = json.loads((tmp_path / "study.json").read_text())
+    lines = data["results"]["lines"]
+    assert [(x["temperature"], x["drafter"], x["budget"]) for x in lines] == [
+        (t, d, n) for t in (1.0, 0.0) for d in ("warm start", "near") for n in BUDGETS
+    ]
+    for line in lines:
+        best, own = line["oracle_block_length"], line["block_length"]
+        assert 1 <= own["low"] <= own["value"] <= own["high"] and own["value"] <= best["value"] + 1e-6
+        assert line["gap"]["value"] == pytest.approx(best["value"] - own["value"], abs=1e-9)
+        missed = sum(part["value"] for part in line["missed"].values())
+        assert line["gap"]["value"] == pytest.approx(missed - line["spare"]["value"], abs=1e-5)
+        assert abs(line["rounding"]) < 1e-5
+        assert line["tree_efficiency"]["value"] == pytest.approx((own["value"] - 1) / (best["value"] - 1), abs=1e-9)
+        assert set(line["exits"]) == set(PLACES) and sum(line["exits"].values()) == pytest.approx(1, abs=1e-6)
+        if line["temperature"] == 0:
+            assert best["value"] == pytest.approx(1 + line["budget"])
+    near = [x["block_length"]["value"] for x in lines if x["drafter"] == "near" and x["temperature"] == 1]
+    assert near == sorted(near) and near[0] < near[-1]
+    assert len(report.advice) == 2 and all("near" in line for line in report.advice)
+    text = (tmp_path / "table.md").read_text()
+    assert "C*(N) = N" in text and "near: tree efficiency" in text
+    for name in ("block-length", "gap"):
+        assert (tmp_path / f"{name}.svg").read_text().startswith("<svg")
+
+
+def test_one_tree_serves_all_budgets(target, entrants, tmp_path):
+    """Each budget's numbers are those of trees grown for that budget alone."""
+    bench = bench_of(target, entrants, tmp_path)
+    contexts = bench.contexts(max(BUDGETS))
+    for temperature in (0.0, 1.0):
+        result = oracle.gap_cell(bench, "near", contexts, BUDGETS, temperature)
+        for budget in BUDGETS:
+            shape, sampling = TreeShape(budget, DEPTH), bench.at(temperature)
+            best = measure_oracle(target, contexts, shape, sampling, StopFlag(), "")
+            drafter = bench.subject("near").drafter
+            own = measure_contexts(target, drafter, contexts, "best_first", shape, sampling, StopFlag(), "")
+            parts = result.gaps[budget]
+            np.testing.assert_allclose(parts["oracle_coverage"], best.coverage, atol=1e-6)
+            np.testing.assert_allclose(parts["coverage"], own.coverage, atol=1e-6)
+            rest = parts["oracle_coverage"] - parts["coverage"] - parts["missed"].sum(1) + parts["spare"]
+            np.testing.assert_allclose(rest, 0, atol=1e-5)  # at every context
+
+
+def test_the_targets_own_trees_miss_only_what_lies_below_the_limit(target, entrants, tmp_path):
+    bench = bench_of(target, entrants, tmp_path, depth=2, width=VOCAB)
+    contexts = bench.contexts(max(BUDGETS))
+    for parts in oracle.gap_cell(bench, "self", contexts, BUDGETS, 1.0).gaps.values():
+        assert parts["missed"][:, :3].max() < 1e-6
+    assert parts["missed"][:, 3].max() > 0.01
+    free = bench_of(target, entrants, tmp_path, depth=max(BUDGETS), width=VOCAB)
+    gaps = oracle.gap_cell(free, "self", contexts, BUDGETS, 1.0).gaps
+    assert max(parts["missed"].max() + parts["spare"].max() for parts in gaps.values()) < 1e-6
+    lines = lines_of("self", 1.0, gaps, contexts.ids, Bootstrap(20))
+    assert "nothing is missed" in advice(lines, "self")[0]
+
+
+def test_a_stopped_study_goes_on_from_its_cells(target, entrants, tmp_path, monkeypatch):
+    run(target, entrants, tmp_path / "whole")
+    grown, stop = [], StopFlag()
+    original = oracle.grow_oracles
+
+    def counted(*args):
+        grown.append(1)
+        if len(grown) == 2:
+            stop.set("SIGTERM")
+        return original(*args)
+
+    monkeypatch.setattr(oracle, "grow_oracles", counted)
+    with pytest.raises(Interrupted):
+        run(target, entrants, tmp_path / "cut", stop=stop)
+    assert not (tmp_path / "cut" / "study.json").exists()
+    cells = sorted((tmp_path / "cut" / "cells").iterdir())
+    assert len(cells) == 2  # the first temperature's oracle and gap
+    for cell in cells:
+        if "token_ids" in cell.read_text():
+            cell.write_text(cell.read_text().replace('"parents"', '"fathers"'))  # damaged: made again where needed
+    run(target, entrants, tmp_path / "cut")
+    assert len(grown) == 4  # cut off, damaged, and the one that was never made
+    names = ("study.json", "table.md", "gap.svg", "block-length.svg")
+    assert all((tmp_path / "cut" / n).read_bytes() == (tmp_path / "whole" / n).read_bytes() for n in names)
+    run(target, entrants, tmp_path / "cut")
+    assert len(grown) == 4
+
+
+def test_which_drafters(target, entrants, tmp_path):
+    assert oracle.drafters_of(bench_of(target, entrants, tmp_path)) == ["warm start", "near"]
+    assert oracle.drafters_of(bench_of(target, entrants, tmp_path, drafters=["self"])) == ["self"]
+    assert oracle.drafters_of(bench_of(target, entrants[:1], tmp_path)) == ["warm start"]
+    with pytest.raises(InputError, match="no drafter 'nea', did you mean 'near'"):
+        run(target, entrants, tmp_path, drafters=["near", "nea"])
+    assert not (tmp_path / "cells").exists()  # said before anything is measured
+
+
+def line_with(budget: int = 8, **missed: float) -> Line:
+    some = Estimate(1.0)
+    parts = {place: Estimate(missed.get(place, 0.0)) for place in PLACES}
+    return Line("d", 0.5, budget, some, some, some, some, parts, some, dict.fromkeys(PLACES, 0.25), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("missed", "words"),
+    [
+        ({"root": 3, "horizon": 1}, "75 % of what it misses leaves at the root"),
+        ({"root": 3, "branch": 1, "leaf": 3}, "57 % of what it misses leaves inside the tree, mostly at leaves"),
+        ({"root": 3, "branch": 3, "leaf": 1}, "mostly where nodes have children"),
+        ({"root": 1, "branch": 1, "horizon": 2}, "Draw deeper trees"),
+    ],
+)
+def test_advice_names_where_most_is_missed(missed, words):
+    sentences = advice([line_with(4, root=9), line_with(8, **missed)], "d")
+    assert len(sentences) == 1 and words in sentences[0] and "8 nodes" in sentences[0]
+
+
+def test_one_budget_is_still_a_plot():
+    assert curve_plot([line_with()]).startswith("<svg")
