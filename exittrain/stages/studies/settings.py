@@ -82,7 +82,10 @@ class TevStudy(Study):
 
 
 class OracleStudy(Study):
-    """C*(N), tree efficiency, and where the gap lies: root exits, interior exits, horizon."""
+    """C*(N), tree efficiency, and where the gap lies: root, interior, horizon.
+
+    depth, width: of the drafters' trees, the oracle's have no such limit. draws is not used: all is exact.
+    """
 
     study: Literal["oracle"]
     temperatures: Annotated[list[Temperature], Field(min_length=1)]
