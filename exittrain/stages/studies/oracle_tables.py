@@ -132,8 +132,8 @@ def _greedy_note(temperatures: Sequence[float], depth: int) -> str:
         return ""
     return (
         f" At temperature 0 the target knows one continuation: C*(N) = N, a chain as long as the budget, while the "
-        f"drafter's trees end at depth {depth}. Where they follow it to the end, the other N - {depth} tokens count "
-        "as missed at the horizon, and the larger the budget the more they outweigh all else."
+        f"drafter's trees end at depth {depth}. Where they follow it that far, all of it that lies deeper is missed at "
+        "the horizon, and the larger the budget the more that outweighs all else."
     )
 
 
