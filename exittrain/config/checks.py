@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from exittrain.config.schema import ArmSection, OptimSection, Recipe, SourceSection
+from collections.abc import Sequence
+
+from exittrain.config.schema import ArmSection, EvalSection, OptimSection, Recipe, SourceSection
 from exittrain.errors import InputError, nearest
 
 MIN_SCRATCH_VOCAB = 257  # every byte, and the end
 SHAPE_KEYS = "hidden_size, num_layers, num_heads, intermediate_size"
+# The verifiers that are exact for each way of drawing a tree (math.md section 3): the registry's own, without torch.
+FIXED_VERIFIERS = ("tev", "predraw", "residual", "greedy")
+EXACT_VERIFIERS = {
+    "best_first": FIXED_VERIFIERS,
+    "beam": FIXED_VERIFIERS,
+    "static": FIXED_VERIFIERS,
+    "sampled_iid": (*FIXED_VERIFIERS, "rrs", "traversal", "block"),
+    "sampled_wor": (*FIXED_VERIFIERS, "rrs_wor", "traversal", "block"),
+}
+AUTO = "auto"
+Branching = str | Sequence[Sequence[int]]
 
 
 def check(recipe: Recipe, origin: str = "recipe") -> None:
@@ -102,8 +115,9 @@ def _sections(recipe: Recipe) -> str | None:
         line = _optim(optim, name) if optim is not None else None
         if line is not None:
             return line
-    if recipe.tree.builder == "static" and recipe.tree.branching == []:
-        return "'tree.branching' is empty: 'chain', 'eagle', 'k-ary:2,2' or a list"
+    for name, section in (("tree", recipe.tree), ("eval", recipe.eval)):
+        if section is not None and section.branching == []:
+            return f"'{name}.branching' is empty: 'chain', '2-ary', 'eagle' or a list of rank paths"
     return None
 
 
@@ -150,12 +164,10 @@ def _evaluation(recipe: Recipe) -> str | None:
     evaluation = recipe.eval
     if evaluation is None:
         return None
-    known = ["greedy", "tev", "predraw", "residual"]
-    for verifier in evaluation.verifiers:
-        if verifier not in known:
-            return f"'eval.verifiers' has {verifier!r}{nearest(verifier, known)} (known: {', '.join(known)})"
-    if "greedy" in evaluation.verifiers and any(temperature > 0 for temperature in evaluation.temperatures):
-        return "'eval.verifiers' has 'greedy', which is exact at temperature 0 only: set 'eval.temperatures' to [0]"
+    branching = recipe.tree.branching if evaluation.branching is None else evaluation.branching
+    line = verifier_problem(evaluation, evaluation.builder or recipe.tree.builder, branching)
+    if line is not None:
+        return line
     if not evaluation.temperatures or not evaluation.verifiers:
         return "'eval.temperatures' and 'eval.verifiers' need at least one entry each"
     if not evaluation.decode and evaluation.contexts is None:
@@ -163,3 +175,31 @@ def _evaluation(recipe: Recipe) -> str | None:
     if evaluation.decode and not evaluation.tasks:
         return "'eval.decode' is true and 'eval.tasks' is empty: name tasks ('heldout' is the run's held-out data)"
     return None
+
+
+def verifier_problem(evaluation: EvalSection, builder: str, branching: Branching) -> str | None:
+    """One line on the first of eval's verifiers that does not exist or is not exact for these trees."""
+    if builder not in EXACT_VERIFIERS:
+        return f"no builder {builder!r}{nearest(builder, list(EXACT_VERIFIERS))} (known: {', '.join(EXACT_VERIFIERS)})"
+    exact = EXACT_VERIFIERS[builder]
+    known = sorted({name for names in EXACT_VERIFIERS.values() for name in names})
+    for verifier in evaluation.verifiers:
+        if verifier in exact or verifier == AUTO:
+            continue
+        if verifier not in known:
+            hint = nearest(verifier, [*known, AUTO])
+            return f"'eval.verifiers' has {verifier!r}{hint} (known: {', '.join([*known, AUTO])})"
+        others = [name for name, names in EXACT_VERIFIERS.items() if verifier in names]
+        return (
+            f"'eval.verifiers' has {verifier!r}, which is biased on trees of {builder!r}: set 'eval.builder' to "
+            f"{' or '.join(others)}, or name others of {', '.join(exact)}"
+        )
+    if "block" in evaluation.verifiers and not _is_chain(branching):
+        return "'eval.verifiers' has 'block', made for chains alone: set 'eval.branching' to chain, or name traversal"
+    if "greedy" in evaluation.verifiers and any(temperature > 0 for temperature in evaluation.temperatures):
+        return "'eval.verifiers' has 'greedy', which is exact at temperature 0 only: set 'eval.temperatures' to [0]"
+    return None
+
+
+def _is_chain(branching: Branching) -> bool:
+    return branching in ("chain", "1-ary") if isinstance(branching, str) else not any(map(any, branching))

@@ -165,7 +165,9 @@ class TrainSection(OptimSection):
 class EvalSection(Section):
     tasks: list[str] = []  # names of eval/benchmarks, or JSONL files of prompts; `heldout` is the run's held-out data
     prompts_per_task: Positive | None = None
-    verifiers: list[str] = ["tev"]
+    verifiers: list[str] = ["tev"]  # known ones, or `auto`: tree and verifier by each drafter's calibration
+    builder: Literal["best_first", "beam", "static", "sampled_iid", "sampled_wor"] | None = None  # default: tree's
+    branching: str | list[list[int]] | None = None  # static and sampled; default: tree's
     temperatures: list[Annotated[float, Field(ge=0)]] = [1.0]
     max_new_tokens: Positive = 64
     decode: bool = True  # False: coverage only

@@ -22,7 +22,7 @@ from exittrain.verify.registry import get_verifier
 
 CALIBRATION_FILE = "calibration.json"
 SCHEMA_VERSION = 1
-EQUAL = 1e-9  # block lengths closer than this are the same number, summed in another order
+EQUAL = 1e-6  # block lengths closer than this are the same number: float32 logits give no more
 REMEDY = "measure it with `exittrain eval RUN_OR_DRAFTER --suite verifiers`"
 
 Branching = str | tuple[tuple[int, ...], ...]
@@ -69,10 +69,7 @@ class Choice:
         return TreeShape(self.budget, self.depth, self.width, self.branching)
 
     def __str__(self) -> str:
-        """`traversal on sampled_wor (2-ary) of at most 16 nodes, depth 4`."""
-        form = self.branching if isinstance(self.branching, str) else f"{len(self.branching)} rank paths"
-        shown = "" if self.builder in ("best_first", "beam") else f" ({form})"
-        return f"{self.verifier} on {self.builder}{shown} of at most {self.budget} nodes, depth {self.depth}"
+        return describe(self.verifier, self.builder, self.branching, self.budget, self.depth)
 
 
 @dataclass(frozen=True)
@@ -149,6 +146,13 @@ class Calibration:
     def _at(self, temperature: float) -> list[Choice]:
         nearest = min({c.temperature for c in self.choices}, key=lambda known: (abs(known - temperature), known))
         return [choice for choice in self.choices if choice.temperature == nearest]
+
+
+def describe(verifier: str, builder: str, branching: str | Sequence[Sequence[int]], budget: int, depth: int) -> str:
+    """`traversal on sampled_wor (2-ary), at most 16 nodes of depth 4`."""
+    form = branching if isinstance(branching, str) else f"{len(branching)} rank paths"
+    shown = "" if builder in ("best_first", "beam") else f" ({form})"
+    return f"{verifier} on {builder}{shown}, at most {budget} nodes of depth {depth}"
 
 
 def _best(choices: Sequence[Choice], value: Callable[[Choice], float]) -> Choice:

@@ -169,7 +169,9 @@ def key_parts(context: StageContext, name: str) -> dict[str, Any]:
         return {"arms": {arm: key(f"train/{arm}") for arm in arms}, "control": control, "warmup": key("warmup")}
     if name == "eval":
         section = recipe.eval.model_dump() if recipe.eval else None
-        return {"section": section, **serving, "train": key("train")}
+        auto = section is not None and "auto" in section["verifiers"]
+        chosen = {"calibrations": calibrations(context.run.path)} if auto else {}
+        return {"section": section, **serving, "train": key("train"), **chosen}
     if name == "report":
         return {"eval": key("eval"), "name": recipe.name}
     raise InputError(f"no stage {name!r}: the stages are {', '.join(STAGES)}")
@@ -185,6 +187,12 @@ def _arm_parts(context: StageContext, arm_name: str, serving: dict[str, Any]) ->
     if arm.match_time is not None and arm.match_time != arm_name:
         upstream["match_time"] = key(f"train/{arm.match_time}")
     return {"section": shared, "arm": arm.model_dump(), "seed": context.recipe.seed, **serving, **upstream}
+
+
+def calibrations(run: Path) -> dict[str, str | None]:
+    """Hashes of what was calibrated of a run's drafters, by place: `auto` decodes as these say."""
+    places = [*run.glob(f"warmup/drafter/{CALIBRATION_FILE}"), *run.glob(f"train/*/last/{CALIBRATION_FILE}")]
+    return {place.relative_to(run).as_posix(): file_hash(str(place)) for place in sorted(places)}
 
 
 def data_hash(path: str | None) -> str | None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from exittrain.build.base import TreeShape
+from exittrain.build.sampled import gapless_paths
+from exittrain.build.static import rank_paths
+from exittrain.config.checks import verifier_problem
 from exittrain.config.schema import EvalSection, TrainSection
 from exittrain.errors import InputError
 from exittrain.law.sampling import Sampling
@@ -17,10 +21,11 @@ from exittrain.runtime.signals import StopFlag
 from exittrain.stages.context import StageContext
 from exittrain.stages.conversations.chat import ChatRenderer
 from exittrain.stages.conversations.store import TokenSequence, read_sequences
-from exittrain.stages.evaluation.engine import Engine, Entrant, Setup
+from exittrain.stages.evaluation.engine import Engine, Entrant
 from exittrain.stages.evaluation.output import print_tables, write_outputs
 from exittrain.stages.evaluation.results import Comparison
 from exittrain.stages.evaluation.schema import Metrics
+from exittrain.stages.evaluation.setup import Setup
 from exittrain.stages.evaluation.tasks import HELDOUT, Render, Task, benchmark_task, heldout_task
 from exittrain.stages.prompts import expand_tasks
 from exittrain.stages.warmup import warm_drafter
@@ -47,16 +52,10 @@ def run_eval(context: StageContext) -> None:
     comparisons, pattern = (
         ((), WARM_START) if recipe.train is None else (run_comparisons(recipe.train), recipe.train.control)
     )
+    builder, shape = eval_trees(recipe.eval, recipe.tree.builder, context.shape)
     setup = Setup(
-        recipe.name,
-        recipe.eval,
-        recipe.tree.builder,
-        context.shape,
-        context.sampling,
-        recipe.seed,
-        comparisons,
-        pattern,
-    )
+        recipe.name, recipe.eval, builder, shape, context.sampling, recipe.seed, comparisons, pattern,
+    )  # fmt: skip
     tasks = eval_tasks(recipe.eval, recipe.seed, heldout, lambda: renderer_of(context))
     evaluate(target, run_entrants(context), setup, tasks, context.run.stage("eval"), context.stop)
 
@@ -77,11 +76,13 @@ def evaluate_drafters(
 ) -> Metrics:
     """Evaluate any drafters of one target, without a run. Gains are over `control`, by default the first drafter.
 
-    settings: tasks, verifiers, temperatures and sizes as in a recipe's `eval` section; heldout: sequences for the task
-    `heldout` and for `contexts`. Writes the same files as a run's eval stage into `out_folder` and prints the tables.
+    settings: tasks, verifiers, temperatures and sizes as in a recipe's `eval` section, whose builder and branching go
+    before those given here; heldout: sequences for the task `heldout` and for `contexts`.
+    Writes the same files as a run's eval stage into `out_folder` and prints the tables.
 
     Raises:
-        InputError: no drafter, an unknown control or task, nothing to measure.
+        InputError: no drafter, an unknown control or task, a verifier that is not exact for the builder's trees, a
+            shape that does not fit its budget, `auto` without a calibration, nothing to measure.
     """
     if not drafters:
         raise InputError("no drafter to evaluate: name at least one")
@@ -90,15 +91,32 @@ def evaluate_drafters(
     if control not in drafters:
         raise InputError(f"the control {control!r} is none of the drafters: {', '.join(names)}")
     pairs = tuple(Comparison(name, control, "as trained") for name in names if name != control)
-    setup = Setup(
-        Path(out_folder).name, settings, builder, shape or TreeShape(), sampling or Sampling(), seed, pairs, control
-    )
+    builder, shape = eval_trees(settings, builder, shape or TreeShape())
+    setup = Setup(Path(out_folder).name, settings, builder, shape, sampling or Sampling(), seed, pairs, control)
     entrants = [
         Entrant(name, partial(drafters.__getitem__, name), "control" if name == control and pairs else "drafter")
         for name in names
     ]
     tasks = eval_tasks(settings, seed, heldout, lambda: ChatRenderer(target.tokenizer, target.eos_token_ids).prompt)
     return evaluate(target, entrants, setup, tasks, Path(out_folder), stop or StopFlag())
+
+
+def eval_trees(settings: EvalSection, builder: str, shape: TreeShape) -> tuple[str, TreeShape]:
+    """The trees eval measures on: its own builder and branching where it names them, else the serving tree's.
+
+    Raises:
+        InputError: a verifier that is not exact for them, or a shape that does not fit the budget.
+    """
+    builder = settings.builder or builder
+    if settings.branching is not None:
+        own = settings.branching
+        shape = replace(shape, branching=own if isinstance(own, str) else tuple(tuple(path) for path in own))
+    line = verifier_problem(settings, builder, shape.branching)
+    if line is not None:
+        raise InputError(line)
+    if builder not in ("best_first", "beam"):
+        gapless_paths(shape) if builder.startswith("sampled") else rank_paths(shape)
+    return builder, shape
 
 
 def evaluate(
@@ -146,16 +164,20 @@ def eval_tasks(
 def run_entrants(context: StageContext) -> list[Entrant]:
     """The warm start and every arm's last drafter, in the recipe's order, with what their training saw and took."""
     folder, train = context.run.path, context.recipe.train
-    entrants = [Entrant(WARM_START, partial(context.drafter, warm_drafter(context)), WARM_START)]
+    warm = warm_drafter(context)
+    entrants = [Entrant(WARM_START, partial(context.drafter, warm), WARM_START, folder=warm)]
     if train is None:
         return entrants
     for name, arm in train.arms.items():
         done = context.run.done(f"train/{name}")
-        load, steps = partial(context.drafter, folder / "train" / name / "last"), int(done["num_steps"])
+        last, steps = folder / "train" / name / "last", int(done["num_steps"])
         seconds = steps * float(done["mean_step_seconds"])
         entrants.append(
-            Entrant(name, load, arm_role(train, name), arm.objective, steps, steps * train.batch_size, seconds)
-        )
+            Entrant(
+                name, partial(context.drafter, last), arm_role(train, name), arm.objective, steps,
+                steps * train.batch_size, seconds, last,
+            )
+        )  # fmt: skip
     return entrants
 
 

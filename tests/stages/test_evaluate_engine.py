@@ -174,7 +174,7 @@ def test_speed_is_in_timing_and_nowhere_else(target, drafters, tmp_path):
 
 def test_benchmarks_get_contexts_from_the_targets_own_answers(target, drafters, tmp_path, monkeypatch):
     prompts = tuple(EvalPrompt(f"p{i}", tuple(range(1, 5 + i))) for i in range(3))
-    monkeypatch.setattr(stage, "make_tasks", lambda *_: [Task("bench", prompts, "made up")])
+    monkeypatch.setattr(stage, "eval_tasks", lambda *_: [Task("bench", prompts, "made up")])
     settings = EvalSection(tasks=["bench"], contexts=9, decode=False, max_new_tokens=6, bootstrap=20)
     metrics = run(target, drafters, tmp_path, settings)
     (table,) = metrics.contexts

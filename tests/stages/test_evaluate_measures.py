@@ -28,7 +28,8 @@ FAST = iv.Bootstrap(resamples=300, seed=1)
 
 def trace(prompt: str, accepted: list[int], coverages: list[float] | None = None) -> ms.Trace:
     blocks = tuple(a + 1 for a in accepted)
-    return ms.Trace(prompt, blocks, None if coverages is None else tuple(coverages), sum(blocks))
+    expected = None if coverages is None else tuple(1 + c for c in coverages)
+    return ms.Trace(prompt, blocks, sum(blocks), expected, None if coverages is None else tuple(coverages))
 
 
 def test_three_averages_of_one_trace_are_three_numbers():

@@ -44,7 +44,7 @@ def decoded(verifier: str):
     results = {}
     for name, gain in GAIN.items():
         traces = [
-            Trace(f"p{i}", tuple((1 + rng.binomial(4, 0.45 * gain, 12)).tolist()), tuple([1.8 * gain] * 12), 33)
+            Trace(f"p{i}", tuple((1 + rng.binomial(4, 0.45 * gain, 12)).tolist()), 33, (1 + 1.8 * gain,) * 12)
             for i in range(9)
         ]
         results[name] = DecodeResult(tuple(traces), {"p9": "prompt too long for the models' positions"})

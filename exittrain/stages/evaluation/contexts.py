@@ -1,4 +1,4 @@
-"""The drafter's trees at fixed held-out contexts, scored by the target: exact reach by depth, no decoding, no noise.
+"""The drafter's trees at fixed held-out contexts, scored by the target: exact given the trees, without decoding.
 
 Shapes: S sequences, R contexts, M = N+1 nodes, D depth, V vocabulary.
 """
@@ -6,7 +6,7 @@ Shapes: S sequences, R contexts, M = N+1 nodes, D depth, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exittrain.build.base import TreeShape
+from exittrain.build.base import Draft, TreeShape
 from exittrain.build.registry import get_builder
 from exittrain.law.exit_law import batch_exit_law
-from exittrain.law.sampling import Sampling, process_logits
+from exittrain.law.sampling import Sampling
 from exittrain.law.seeding import generator_for
 from exittrain.models.target import TargetModel
 from exittrain.runtime.progress import Bar, progress_bar
@@ -27,6 +27,7 @@ from exittrain.stages.evaluation.results import ContextResult, VerifierResult
 from exittrain.stages.evaluation.tasks import Context, HeldoutSequence
 from exittrain.stages.training.trees import anchor_groups, group_inputs, join_trees, max_trees, move_trees
 from exittrain.tree.batch import TreeBatch
+from exittrain.verify.base import expected_block_lengths
 from exittrain.verify.registry import get_verifier
 
 if TYPE_CHECKING:
@@ -122,7 +123,23 @@ def _advance(bar: Bar, stop: StopFlag) -> Callable[[int], None]:
     return advance
 
 
-@torch.no_grad()
+def measure_sampled(
+    target: TargetModel, drafter: Drafter, contexts: ContextSet, verifier: str, builder: str, shape: TreeShape,
+    sampling: Sampling, seed: int, stop: StopFlag, description: str,
+) -> ContextResult:  # fmt: skip
+    """P(accepted >= d) under a verifier at every context, exact given the one tree that is drawn there."""
+    reach = torch.zeros(len(contexts), shape.depth, dtype=torch.float64)
+    rule = get_verifier(verifier)
+    with progress_bar(len(contexts), description, "contexts") as bar:
+        for rows, draft, logits in _grown(target, drafter, contexts, builder, shape, sampling, seed):
+            exits = rule.exit_probabilities(draft.trees, logits, sampling, draft.draft_rows)
+            ends = torch.zeros((len(rows), shape.depth + 1), dtype=torch.float64, device=exits.device)
+            ends.scatter_add_(1, draft.trees.depths, exits)
+            reach[rows] = ends.flip(1).cumsum(1).flip(1)[:, 1:].cpu()
+            _advance(bar, stop)(rows.numel())
+    return contexts.result(reach)
+
+
 def measure_verifiers(
     target: TargetModel, drafter: Drafter, contexts: ContextSet, verifiers: Sequence[str], builder: str,
     shape: TreeShape, sampling: Sampling, draws: int, seed: int, stop: StopFlag,
@@ -132,21 +149,13 @@ def measure_verifiers(
     expected: dict[str, list[float]] = {rule: [] for rule in verifiers}
     measured: dict[str, list[float]] = {rule: [] for rule in verifiers}
     seconds = dict.fromkeys(verifiers, 0.0)
-    step = max(1, LOGITS // (target.vocab_size * (shape.budget + 1)))
     with progress_bar(len(contexts), description, "contexts") as bar:
-        for rows in torch.split(torch.arange(len(contexts)), min(step, 64)):
-            group = contexts.group(rows)
-            trees = get_builder(builder)(drafter.session(*group, sampling), shape).trees
-            logits = target.head(target.tree_hidden(group[0], trees, group[1], group[2]))
-            probs = process_logits(logits, sampling).exp()
+        for rows, draft, logits in _grown(target, drafter, contexts, builder, shape, sampling, seed):
             names = [(contexts.ids[row], int(contexts.anchors[row])) for row in rows.tolist()]
             for rule in verifiers:
-                verifier = get_verifier(rule)
-                expected[rule] += [
-                    float(verifier.expected_block_length(tree, probs[row, : tree.num_nodes + 1]))
-                    for row, tree in enumerate(trees.trees())
-                ]
-                lengths, spent = _draw(rule, trees, logits, sampling, draws, seed, names)
+                exits = get_verifier(rule).exit_probabilities(draft.trees, logits, sampling, draft.draft_rows)
+                expected[rule] += expected_block_lengths(exits, draft.trees).tolist()
+                lengths, spent = _draw(rule, draft, logits, sampling, draws, seed, names)
                 measured[rule] += lengths
                 seconds[rule] += spent
             _advance(bar, stop)(rows.numel())
@@ -159,18 +168,45 @@ def measure_verifiers(
     )  # fmt: skip
 
 
+def _grown(
+    target: TargetModel, drafter: Drafter, contexts: ContextSet, builder: str, shape: TreeShape, sampling: Sampling,
+    seed: int,
+) -> Iterator[tuple[Tensor, Draft, Tensor]]:  # fmt: skip
+    """(rows, their trees, the target's raw logits [R, M, V] there), group by group. A sampled tree is drawn from its
+    context's own stream: the same for every drafter and verifier, whatever lies beside it."""
+    step = max(1, LOGITS // (target.vocab_size * (shape.budget + 1)))
+    for rows in torch.split(torch.arange(len(contexts)), min(step, 64)):
+        generators = [
+            generator_for(seed, "eval", "tree", contexts.ids[row], int(contexts.anchors[row])) for row in rows.tolist()
+        ]
+        yield rows, *grow_and_score(target, drafter, contexts, rows, builder, shape, sampling, generators)
+
+
+@torch.no_grad()
+def grow_and_score(
+    target: TargetModel, drafter: Drafter, contexts: ContextSet, rows: Tensor, builder: str, shape: TreeShape,
+    sampling: Sampling, generators: Sequence[torch.Generator],
+) -> tuple[Draft, Tensor]:  # fmt: skip
+    """The drafter's trees at contexts `rows` [R] and the target's raw logits [R, M, V] at their nodes."""
+    sequences, tree_sequence, anchors = contexts.group(rows)
+    session = drafter.session(sequences, tree_sequence, anchors, sampling)
+    draft = get_builder(builder)(session, shape, generators)
+    return draft, target.head(target.tree_hidden(sequences, draft.trees, tree_sequence, anchors))
+
+
+@torch.no_grad()
 def _draw(
-    rule: str, trees: TreeBatch, logits: Tensor, sampling: Sampling, draws: int, seed: int,
+    rule: str, draft: Draft, logits: Tensor, sampling: Sampling, draws: int, seed: int,
     names: Sequence[tuple[str, int]],
 ) -> tuple[list[float], float]:  # fmt: skip
     """(mean block length of each tree's verdicts, seconds). Every verifier gets the same random streams."""
-    verifier = get_verifier(rule)
+    verifier, trees = get_verifier(rule), draft.trees
     generators = [generator_for(seed, "eval", "verdict", *name) for name in names]
     began, lengths = time.perf_counter(), torch.zeros(len(trees), dtype=torch.float64, device=logits.device)
     for draw in range(draws + 1):
         if draw == 1:  # the first call pays for allocations: not timed, not counted
             began, lengths = time.perf_counter(), torch.zeros_like(lengths)
-        verdict = verifier.verify_batch(trees, logits, sampling, generators)
+        verdict = verifier.verify_batch(trees, logits, sampling, generators, draft.draft_rows)
         lengths += 1 + trees.depths.gather(1, verdict.nodes.to(trees.depths.device)[:, None])[:, 0]
     means: list[float] = (lengths / draws).tolist()  # waits for the device
     return means, time.perf_counter() - began

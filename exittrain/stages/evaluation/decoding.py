@@ -126,9 +126,18 @@ def _decode(
 
 
 def _trace(prompt: EvalPrompt, decoded: Decoded) -> Trace:
-    coverages = [one.coverage for one in decoded.rounds]
-    known = None if any(c is None for c in coverages) else tuple(float(c) for c in coverages if c is not None)
-    return Trace(prompt.id, tuple(one.block_length for one in decoded.rounds), known, len(decoded.token_ids))
+    return Trace(
+        prompt.id,
+        tuple(one.block_length for one in decoded.rounds),
+        len(decoded.token_ids),
+        _known([one.expected_block_length for one in decoded.rounds]),
+        _known([one.coverage for one in decoded.rounds]),
+    )
+
+
+def _known(values: Sequence[float | None]) -> tuple[float, ...] | None:
+    found = tuple(value for value in values if value is not None)
+    return found if len(found) == len(values) else None
 
 
 def _batches(prompts: Sequence[EvalPrompt], size: int) -> Iterator[Sequence[EvalPrompt]]:

@@ -7,25 +7,30 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exittrain.build.base import TreeShape
-from exittrain.config.schema import EvalSection
+from exittrain.decoding.auto import AUTO, choose_auto
+from exittrain.drafters.calibration import Calibration, Choice
 from exittrain.errors import InputError
-from exittrain.law.sampling import Sampling
 from exittrain.models.target import TargetModel
 from exittrain.records.schema import CODE_VERSION
 from exittrain.runtime.signals import StopFlag
-from exittrain.stages.evaluation.contexts import ContextSet, measure_contexts, measure_oracle, measure_verifiers
+from exittrain.stages.evaluation.contexts import (
+    ContextSet,
+    measure_contexts,
+    measure_oracle,
+    measure_sampled,
+    measure_verifiers,
+)  # fmt: skip
 from exittrain.stages.evaluation.decoding import DecodeSettings, decode_cell, measure_speed, plain_answers, why_skipped
 from exittrain.stages.evaluation.results import (
     AnswerResult,
     CellStore,
-    Comparison,
     ContextResult,
     DecodeResult,
     SpeedResult,
     VerifierResult,
     cell_key,
 )  # fmt: skip
+from exittrain.stages.evaluation.setup import Cell, Results, Setup, check_calibrations
 from exittrain.stages.evaluation.tasks import Task, answered, choose_contexts
 
 if TYPE_CHECKING:
@@ -40,7 +45,8 @@ VERIFIER_DRAWS = 16  # verdicts a tree
 class Entrant:
     """A drafter that is measured. load: called once, when its turn comes; the rest is printed beside its numbers.
 
-    steps, sequences: what its training saw; train_seconds: wall clock of the steps.
+    steps, sequences: what its training saw; train_seconds: wall clock of the steps; folder: where its weights lie, None
+    for one that is in memory alone.
     """
 
     name: str
@@ -50,44 +56,11 @@ class Entrant:
     steps: int | None = None
     sequences: int | None = None
     train_seconds: float | None = None
+    folder: Path | None = None
 
-
-@dataclass(frozen=True)
-class Setup:
-    """What is held fixed for all drafters of one evaluation. sampling: its top-k and top-p."""
-
-    name: str
-    settings: EvalSection
-    builder: str
-    shape: TreeShape
-    sampling: Sampling
-    seed: int
-    comparisons: tuple[Comparison, ...]
-    pattern: str  # the drafter on whose trees all verifiers are set side by side
-
-    def at(self, temperature: float) -> Sampling:
-        return replace(self.sampling, temperature=temperature)
-
-
-@dataclass(frozen=True)
-class Cell:
-    """What a result belongs to. verifier is empty where it does not matter."""
-
-    task: str
-    temperature: float
-    verifier: str = ""
-
-
-@dataclass(frozen=True)
-class Results:
-    """All cells of an evaluation, per cell by drafter name in the order of the entrants."""
-
-    fingerprints: dict[str, str]
-    contexts: dict[Cell, dict[str, ContextResult]]
-    oracles: dict[Cell, ContextResult]
-    decoded: dict[Cell, dict[str, DecodeResult]]
-    verifiers: dict[Cell, dict[str, VerifierResult]]
-    speed: dict[str, SpeedResult]
+    def calibration(self) -> Calibration | None:
+        """Read without loading the weights, where they lie in a folder."""
+        return self.load().calibration if self.folder is None else Calibration.load(self.folder)
 
 
 @dataclass(frozen=True)
@@ -115,7 +88,10 @@ class Engine:
 
     def run(self, entrants: Sequence[Entrant]) -> Results:
         """Raises Interrupted when a signal came: run again to go on."""
-        results = Results({}, {}, {}, {}, {}, {})
+        if self.tasks and AUTO in self.setup.settings.verifiers:
+            known = {entrant.name: entrant.calibration() for entrant in entrants}
+            check_calibrations(self.target, self.setup, known)
+        results = Results({}, {}, {}, {}, {}, {}, {})
         contexts = {task: self._contexts(task) for task in map(self._answered, self.measured)}
         for task, places in contexts.items():
             for temperature in self.setup.settings.temperatures if self.setup.settings.oracle else ():
@@ -138,15 +114,26 @@ class Engine:
                     result = self._verifier_cell(subject, task, places, cell)
                     results.verifiers.setdefault(cell, {})[entrant.name] = result
             for task in self.tasks:
-                for verifier in self.setup.settings.verifiers:
+                for verifier in self._served(subject):
                     cell = Cell(task.name, temperature, verifier)
+                    if verifier == AUTO:
+                        results.choices.setdefault(cell, {})[entrant.name] = self._choice(subject, temperature)
                     results.decoded.setdefault(cell, {})[entrant.name] = self._decode_cell(subject, task, cell)
-        if self.tasks and self.setup.settings.speed:
+        if self.tasks and self.setup.settings.speed and self._served(subject):
             results.speed[entrant.name] = self._speed(subject)
+
+    def _served(self, subject: Subject) -> list[str]:
+        """The verifiers this drafter is decoded with: `auto` only where it has a calibration."""
+        known = subject.drafter.calibration is not None
+        return [verifier for verifier in self.setup.settings.verifiers if known or verifier != AUTO]
+
+    def _choice(self, subject: Subject, temperature: float) -> Choice:
+        setup = self.setup
+        return choose_auto(self.target, subject.drafter, setup.at(temperature), setup.shape.budget)
 
     def _rules(self, temperature: float) -> list[str]:
         """Verifiers to set side by side; at temperature 0 they all take the argmax path."""
-        return [] if temperature == 0 else self.setup.settings.verifiers
+        return [] if temperature == 0 else [rule for rule in self.setup.settings.verifiers if rule != AUTO]
 
     def _key(self, kind: str, subject: Subject | None, task: Task, cell: Cell, **extra: Any) -> str:
         """Everything that decides a cell's numbers; names of drafters and folders do not."""
@@ -189,13 +176,17 @@ class Engine:
         )  # fmt: skip
 
     def _context_cell(self, subject: Subject, task: Task, places: ContextSet, cell: Cell) -> ContextResult:
-        setup, sampling = self.setup, self.setup.at(cell.temperature)
+        setup, sampling, drafter = self.setup, self.setup.at(cell.temperature), subject.drafter
         name = f"eval {subject.name}, {task.name}, temperature {cell.temperature:g}"
+        trees, rule = (setup.builder, setup.shape, sampling), setup.context_rule
+        if rule is None:
+            return self.store.get(
+                ContextResult, self._key("contexts", subject, task, cell, count=len(places)),
+                lambda: measure_contexts(self.target, drafter, places, *trees, self.stop, name),
+            )  # fmt: skip
         return self.store.get(
-            ContextResult, self._key("contexts", subject, task, cell, count=len(places)),
-            lambda: measure_contexts(
-                self.target, subject.drafter, places, setup.builder, setup.shape, sampling, self.stop, name
-            ),
+            ContextResult, self._key("contexts", subject, task, cell, count=len(places), rule=rule),
+            lambda: measure_sampled(self.target, drafter, places, rule, *trees, setup.seed, self.stop, name),
         )  # fmt: skip
 
     def _verifier_cell(self, subject: Subject, task: Task, places: ContextSet, cell: Cell) -> VerifierResult:
@@ -211,35 +202,48 @@ class Engine:
         )  # fmt: skip
 
     def _decode_cell(self, subject: Subject, task: Task, cell: Cell) -> DecodeResult:
-        settings = self._decode_settings(cell)
-        fixed = {"max_new_tokens": settings.max_new_tokens, "batch_size": settings.batch_size}
-        key = self._key("decode", subject, task, cell, **fixed)
+        settings = self._decode_settings(subject, cell)
+        key = self._served_key("decode", subject, task, cell, settings, batch_size=settings.batch_size)
         description = f"eval {subject.name}, {task.name}, temperature {cell.temperature:g}, {cell.verifier}"
         return self.store.get(
             DecodeResult, key, lambda: decode_cell(self.target, subject.drafter, task, settings, self.stop, description)
         )
 
-    def _decode_settings(self, cell: Cell) -> DecodeSettings:
+    def _decode_settings(self, subject: Subject, cell: Cell) -> DecodeSettings:
         setup = self.setup
+        builder, shape, verifier = setup.builder, setup.shape, cell.verifier
+        if verifier == AUTO:
+            choice = self._choice(subject, cell.temperature)
+            builder, shape, verifier = choice.builder, choice.shape, choice.verifier
         return DecodeSettings(
-            setup.builder, setup.shape, setup.at(cell.temperature), cell.verifier, setup.settings.max_new_tokens,
+            builder, shape, setup.at(cell.temperature), verifier, setup.settings.max_new_tokens,
             setup.settings.batch_size, setup.seed,
+        )  # fmt: skip
+
+    def _served_key(
+        self, kind: str, subject: Subject, task: Task, cell: Cell, settings: DecodeSettings, **extra: Any
+    ) -> str:
+        """The key of what is decoded under these settings, whether they were named or chosen by `auto`."""
+        return self._key(
+            kind, subject, task, replace(cell, verifier=settings.verifier), builder=settings.builder,
+            shape=vars(settings.shape), max_new_tokens=settings.max_new_tokens, **extra,
         )  # fmt: skip
 
     def _speed(self, subject: Subject) -> SpeedResult:
         task = self.tasks[0]
-        cell = Cell(task.name, self.setup.settings.temperatures[0], self.setup.settings.verifiers[0])
-        settings = self._decode_settings(cell)
+        cell = Cell(task.name, self.setup.settings.temperatures[0], self._served(subject)[0])
+        settings = self._decode_settings(subject, cell)
         positions = min(self.target.max_positions, subject.drafter.model.max_positions)
         usable = [p for p in task.prompts if why_skipped(p, positions, settings.max_new_tokens) is None]
         if not usable:
             raise InputError(f"task {task.name}: no prompt leaves room for {settings.max_new_tokens} new tokens")
         prompts = usable[:SPEED_PROMPTS]
-        key = self._key("speed", subject, task, cell, prompts=len(prompts), max_new_tokens=settings.max_new_tokens)
+        key = self._served_key("speed", subject, task, cell, settings, prompts=len(prompts))
         description = f"eval {subject.name}, speed against plain decoding"
-        return self.store.get(
+        result = self.store.get(
             SpeedResult, key,
             lambda: SpeedResult(
                 measure_speed(self.target, subject.drafter, task, prompts, settings, self.stop, description)
             ),
         )  # fmt: skip
+        return SpeedResult({**result.numbers, "verifier": cell.verifier})

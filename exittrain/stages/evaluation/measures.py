@@ -16,13 +16,15 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Trace:
-    """One prompt decoded once. block_lengths: one a round, bonus included; coverages: C of the same rounds' trees, or
-    None where it was not recorded; num_tokens: new token ids (the last block may be cut)."""
+    """One prompt decoded once. block_lengths: one a round, bonus included; num_tokens: new token ids (the last block
+    may be cut). Of the same rounds, None where it was not recorded: expected_block_lengths, the verifier's own given
+    the tree, and coverages, C of the tree (a fixed verifier expects 1 + C)."""
 
     prompt_id: str
     block_lengths: tuple[int, ...]
-    coverages: tuple[float, ...] | None
     num_tokens: int
+    expected_block_lengths: tuple[float, ...] | None = None
+    coverages: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,11 @@ def per_prompt(traces: Sequence[Trace]) -> tuple[Floats, Floats]:
     return sums, np.array([len(t.block_lengths) for t in traces], dtype=np.float64)
 
 
-def coverage_sums(traces: Sequence[Trace]) -> Floats | None:
-    """[P] sum over a prompt's rounds of 1 + C, the expected block length; None where coverage was not recorded."""
-    if any(t.coverages is None for t in traces):
+def expected_sums(traces: Sequence[Trace]) -> Floats | None:
+    """[P] sum over a prompt's rounds of the expected block length; None where it was not recorded."""
+    if any(t.expected_block_lengths is None for t in traces):
         return None
-    return np.array([sum(1.0 + c for c in t.coverages or ()) for t in traces], dtype=np.float64)
+    return np.array([sum(t.expected_block_lengths or ()) for t in traces], dtype=np.float64)
 
 
 def block_length_prompt_mean(traces: Sequence[Trace]) -> float:

@@ -17,9 +17,10 @@ from exittrain.models.target import TargetModel
 from exittrain.records.files import write_json, write_text
 from exittrain.records.shards import write_rows
 from exittrain.stages.evaluation import summary, tables
-from exittrain.stages.evaluation.engine import Entrant, Results, Setup
+from exittrain.stages.evaluation.engine import Entrant
 from exittrain.stages.evaluation.intervals import Bootstrap
 from exittrain.stages.evaluation.schema import SCHEMA_VERSION, DrafterInfo, Metrics, Settings
+from exittrain.stages.evaluation.setup import Results, Setup
 from exittrain.stages.evaluation.tasks import Task
 
 PIPE_WIDTH = 200  # columns where standard output is no terminal
@@ -62,6 +63,7 @@ def summarise(
         target_fingerprint=target.fingerprint(),
         settings=Settings(
             builder=setup.builder, budget=shape.budget, depth=shape.depth, width=shape.width,
+            branching=shape.branching if isinstance(shape.branching, str) else list(map(list, shape.branching)),
             top_k=setup.sampling.top_k, top_p=setup.sampling.top_p, max_new_tokens=settings.max_new_tokens,
             bootstrap=settings.bootstrap, seed=setup.seed,
         ),
@@ -69,13 +71,16 @@ def summarise(
         drafters=infos,
         contexts=[
             summary.summarise_contexts(
-                cell.task, cell.temperature, found, results.oracles.get(cell), setup.comparisons, bootstrap
+                cell.task, cell.temperature, found, results.oracles.get(cell), setup.comparisons, bootstrap,
+                setup.context_rule,
             )
             for cell, found in results.contexts.items()
         ],
         decode=[
             summary.summarise_decoding(
-                cell.task, cell.temperature, cell.verifier, found, setup.comparisons, bootstrap
+                cell.task, cell.temperature, cell.verifier, found,
+                [pair for pair in setup.comparisons if {pair.drafter, pair.control} <= found.keys()], bootstrap,
+                results.choices.get(cell),
             )
             for cell, found in results.decoded.items()
         ],
@@ -131,8 +136,13 @@ def round_rows(results: Results) -> Iterator[dict[str, Any]]:
                     yield {
                         "drafter": name, "task": cell.task, "temperature": cell.temperature, "verifier": cell.verifier,
                         "prompt_id": trace.prompt_id, "round": index, "block_length": length,
-                        "coverage": None if trace.coverages is None else trace.coverages[index],
+                        "expected_block_length": _at(trace.expected_block_lengths, index),
+                        "coverage": _at(trace.coverages, index),
                     }  # fmt: skip
+
+
+def _at(values: Sequence[float] | None, index: int) -> float | None:
+    return None if values is None else values[index]
 
 
 def write_contexts(path: Path, results: Results) -> None:

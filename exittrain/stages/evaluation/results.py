@@ -48,7 +48,8 @@ class Comparison:
 class ContextResult:
     """reach [A, D]: probability that at least d drafted tokens are accepted, d = 1..D, exact given each context's tree.
 
-    Coverage is its sum over depths, because E[accepted] = sum over d of P(accepted >= d).
+    Its sum over depths is the expected number of accepted tokens, because E[accepted] = sum over d of P(accepted >= d):
+    the coverage, where the verifier is a fixed one.
     """
 
     sequence_ids: tuple[str, ...]
@@ -57,7 +58,7 @@ class ContextResult:
 
     @property
     def coverage(self) -> Floats:
-        """[A] sum of the reach of the drafted nodes."""
+        """[A] expected accepted tokens."""
         return np.asarray(self.reach.sum(axis=1))
 
     def to_json(self) -> dict[str, Any]:
@@ -78,14 +79,16 @@ class DecodeResult:
     stage_seconds: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        traces = [[t.prompt_id, t.block_lengths, t.coverages, t.num_tokens] for t in self.traces]
+        traces = [
+            [t.prompt_id, t.block_lengths, t.num_tokens, t.expected_block_lengths, t.coverages] for t in self.traces
+        ]
         return {"traces": traces, "skipped": self.skipped, "stage_seconds": self.stage_seconds}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> DecodeResult:
         traces = tuple(
-            Trace(prompt, tuple(blocks), None if coverages is None else tuple(coverages), tokens)
-            for prompt, blocks, coverages, tokens in data["traces"]
+            Trace(prompt, tuple(blocks), tokens, *(None if v is None else tuple(v) for v in recorded))
+            for prompt, blocks, tokens, *recorded in data["traces"]
         )
         return cls(traces, dict(data["skipped"]), dict(data["stage_seconds"]))
 

@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from exittrain.stages.evaluation.intervals import Estimate
+
+if TYPE_CHECKING:
+    from exittrain.drafters.calibration import Choice
 
 SCHEMA_VERSION: Literal[1] = 1
 # Beyond a ten-millionth nothing is measured; rounding keeps the file readable and equal between equal runs.
@@ -67,7 +70,10 @@ class DepthRow(Part):
 
 
 class ContextRow(Part):
-    """One drafter at the fixed contexts. expected_block_length = 1 + coverage, exact given the tree."""
+    """One drafter at the fixed contexts. expected_block_length = 1 + coverage, exact given the tree.
+
+    Where the table names a verifier, coverage is its expected number of accepted tokens and there is no efficiency.
+    """
 
     drafter: str
     expected_block_length: Interval
@@ -77,10 +83,15 @@ class ContextRow(Part):
 
 
 class ContextTable(Part):
-    """Exact law at fixed held-out contexts, the same for all drafters; no decoding, no sampling noise."""
+    """Exact law at fixed held-out contexts, the same for all drafters; no decoding.
+
+    verifier: null for trees chosen by score, where every optimal verifier has 1 + coverage and nothing is drawn; for
+    sampled trees the verifier whose expectation this is, given the one tree drawn at each context.
+    """
 
     task: str
     temperature: Number
+    verifier: str | None = None
     num_contexts: int
     num_sequences: int
     oracle_block_length: Interval | None
@@ -89,10 +100,30 @@ class ContextTable(Part):
     gains: list[Gain]
 
 
+class Served(Part):
+    """What `auto` took from a drafter's calibration: verifier, builder and shape (budget: drafted nodes at most)."""
+
+    verifier: str
+    builder: str
+    budget: int
+    depth: int
+    width: int
+    branching: str | list[list[int]]
+
+    @classmethod
+    def of(cls, choice: Choice) -> Served:
+        form = choice.branching if isinstance(choice.branching, str) else [list(path) for path in choice.branching]
+        return cls(
+            verifier=choice.verifier, builder=choice.builder, budget=choice.budget, depth=choice.depth,
+            width=choice.width, branching=form,
+        )  # fmt: skip
+
+
 class DecodeRow(Part):
     """One drafter's decoding. The averages are over the common prompts; counts are of all that was attempted.
 
-    agrees: the measured pooled block length lies in the interval of 1 + coverage computed at the same rounds.
+    expected_block_length_pooled: the verifier's own expectation given the trees of the rounds that were decoded
+    (1 + coverage for a fixed verifier); agrees: the measured pooled block length lies in its interval.
     """
 
     drafter: str
@@ -106,11 +137,15 @@ class DecodeRow(Part):
     accepted_pooled: Number
     expected_block_length_pooled: Interval | None
     agrees: bool | None
+    served: Served | None = None
     depths: list[DepthRow]
 
 
 class DecodeTable(Part):
-    """Measured by decoding, one verifier. common_prompts: prompts that every drafter finished."""
+    """Measured by decoding, one verifier. common_prompts: prompts that every drafter finished.
+
+    With `auto` each drafter has its own tree and verifier (`served`); those without a calibration are not in the table.
+    """
 
     task: str
     temperature: Number
@@ -148,6 +183,7 @@ class Settings(Part):
     budget: int
     depth: int
     width: int
+    branching: str | list[list[int]] = "chain"
     top_k: int
     top_p: Number
     max_new_tokens: int

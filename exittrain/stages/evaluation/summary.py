@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,6 +13,9 @@ from exittrain.stages.evaluation import intervals as iv
 from exittrain.stages.evaluation import measures as ms
 from exittrain.stages.evaluation import schema as sc
 from exittrain.stages.evaluation.results import Comparison, ContextResult, DecodeResult, VerifierResult
+
+if TYPE_CHECKING:
+    from exittrain.drafters.calibration import Choice
 
 EQUAL = 1e-9  # exact expectations closer than this are the same number
 FLOAT_NOISE = 1e-6  # at temperature 0 measured and expected are equal up to this
@@ -35,8 +39,10 @@ def summarise_contexts(
     oracle: ContextResult | None,
     comparisons: Sequence[Comparison],
     bootstrap: iv.Bootstrap,
+    verifier: str | None = None,
 ) -> sc.ContextTable:
-    """Exact 1 + C of each drafter at the same contexts; sequences are the bootstrap's units."""
+    """Exact expectation of each drafter at the same contexts: 1 + C, or a verifier's on sampled trees, whose ceiling
+    the oracle's fixed trees are not. Sequences are the bootstrap's units."""
     first = next(iter(results.values()))
     clusters = first.sequence_ids
     places = {(r.sequence_ids, r.anchors) for r in results.values()}
@@ -51,7 +57,7 @@ def summarise_contexts(
                 drafter=name,
                 expected_block_length=sc.Interval.of(bootstrap(iv.ratio, *sums[name])),
                 coverage=coverage,
-                tree_efficiency=coverage / best if best else None,
+                tree_efficiency=coverage / best if best and verifier is None else None,
                 depths=_depths(ms.rates_from_marginals(result.reach.mean(axis=0).tolist())),
             )
         )
@@ -60,7 +66,8 @@ def summarise_contexts(
         oracle_length = sc.Interval.of(bootstrap(iv.ratio, *iv.cluster_sums(1.0 + oracle.coverage, clusters)))
         oracle_rates = ms.rates_from_marginals(oracle.reach.mean(axis=0).tolist())
     return sc.ContextTable(
-        task=task, temperature=temperature, num_contexts=len(clusters), num_sequences=len(set(clusters)),
+        task=task, temperature=temperature, verifier=verifier, num_contexts=len(clusters),
+        num_sequences=len(set(clusters)),
         oracle_block_length=oracle_length, oracle_depths=_depths(oracle_rates), drafters=rows,
         gains=[
             _gain(pair, bootstrap(iv.gain_of_ratios, *sums[pair.drafter], *sums[pair.control]))
@@ -76,8 +83,11 @@ def summarise_decoding(
     results: Mapping[str, DecodeResult],
     comparisons: Sequence[Comparison],
     bootstrap: iv.Bootstrap,
+    choices: Mapping[str, Choice] | None = None,
 ) -> sc.DecodeTable:
     """Measured block lengths on the prompts that every drafter finished; prompts are the bootstrap's units.
+
+    choices: what each drafter was decoded with, where that is its own (`auto`).
 
     Raises:
         InputError: no prompt was finished by all drafters.
@@ -94,7 +104,9 @@ def summarise_decoding(
     means = {name: total / rounds for name, (total, rounds) in sums.items()}
     return sc.DecodeTable(
         task=task, temperature=temperature, verifier=verifier, common_prompts=len(common),
-        drafters=[_decode_row(name, results[name], shared[name], bootstrap) for name in results],
+        drafters=[
+            _decode_row(name, results[name], shared[name], bootstrap, (choices or {}).get(name)) for name in results
+        ],
         gains_prompt_mean=[
             _gain(pair, bootstrap(iv.gain_of_means, means[pair.drafter], means[pair.control])) for pair in comparisons
         ],
@@ -104,12 +116,14 @@ def summarise_decoding(
     )  # fmt: skip
 
 
-def _decode_row(name: str, result: DecodeResult, traces: Sequence[ms.Trace], bootstrap: iv.Bootstrap) -> sc.DecodeRow:
+def _decode_row(
+    name: str, result: DecodeResult, traces: Sequence[ms.Trace], bootstrap: iv.Bootstrap, choice: Choice | None
+) -> sc.DecodeRow:
     sums, rounds = ms.per_prompt(traces)
-    coverage = ms.coverage_sums(traces)
+    promised = ms.expected_sums(traces)
     expected, agrees = None, None
-    if coverage is not None:
-        expected, agrees = expected_beside_measured(sums, coverage, rounds, bootstrap)
+    if promised is not None:
+        expected, agrees = expected_beside_measured(sums, promised, rounds, bootstrap)
     return sc.DecodeRow(
         drafter=name,
         attempted=len(result.traces) + len(result.skipped),
@@ -122,6 +136,7 @@ def _decode_row(name: str, result: DecodeResult, traces: Sequence[ms.Trace], boo
         accepted_pooled=ms.accepted_pooled(traces),
         expected_block_length_pooled=expected,
         agrees=agrees,
+        served=None if choice is None else sc.Served.of(choice),
         depths=_depths(ms.depth_rates(traces)),
     )
 
@@ -129,9 +144,10 @@ def _decode_row(name: str, result: DecodeResult, traces: Sequence[ms.Trace], boo
 def expected_beside_measured(
     measured: ms.Floats, expected: ms.Floats, rounds: ms.Floats, bootstrap: iv.Bootstrap
 ) -> tuple[sc.Interval, bool | None]:
-    """1 + C at the rounds that were decoded, with the interval in which the measured pooled mean must lie.
+    """The verifier's expectation at the rounds that were decoded, with the interval in which the measured pooled mean
+    must lie.
 
-    Given its tree a round's block length has mean 1 + C, so measured minus expected is noise around zero: the interval
+    Given its tree a round's block length has that mean, so measured minus expected is noise around zero: the interval
     is the expectation plus the bootstrap interval of that noise. [P] sums over each prompt's rounds, and rounds.
     """
     noise = bootstrap(iv.difference_of_ratios, measured, expected, rounds)

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.table import Table as RichTable
 
+from exittrain.drafters.calibration import describe
 from exittrain.stages.evaluation.schema import (
     ContextTable,
     DecodeRow,
@@ -107,20 +108,26 @@ def task_name(metrics: Metrics, task: str) -> str:
 
 
 def context_table(metrics: Metrics, table: ContextTable) -> Table:
+    """Trees chosen by score have a ceiling, 1 + coverage; of sampled ones it is said whose expectation this is."""
+    rule, gains = table.verifier, table.gains
+    last = ["tree efficiency"] if rule is None else []  # the ceiling of fixed trees is none of sampled ones
     rows = [
         (
-            label(metrics, row.drafter), interval(row.expected_block_length), *gain_cells(table.gains, row.drafter),
-            number(row.tree_efficiency),
+            label(metrics, row.drafter), interval(row.expected_block_length), *gain_cells(gains, row.drafter),
+            *(number(row.tree_efficiency) for _ in last),
         )
         for row in table.drafters
     ]  # fmt: skip
     if table.oracle_block_length is not None:
-        blank = [""] * len(gain_columns(table.gains))
-        rows.append(("oracle (best trees of this budget)", interval(table.oracle_block_length), *blank, number(1.0)))
+        blank = ("",) * len(gain_columns(gains))
+        name = f"oracle (best {'' if rule is None else 'fixed '}trees of this budget)"
+        rows.append((name, interval(table.oracle_block_length), *blank, *(number(1.0) for _ in last)))
+    where = f"mean over {table.num_contexts:,} contexts of {table.num_sequences:,} sequences."
+    drawn = f"Verifier {rule}, one tree of {metrics.settings.builder} drawn a context, exact given the trees: {where}"
     return Table(
         f"{task_name(metrics, table.task)}, temperature {table.temperature:g}: expected block length at fixed contexts",
-        f"1 + coverage, exact: mean over {table.num_contexts:,} contexts of {table.num_sequences:,} sequences.",
-        ("drafter", "1 + coverage", *_gain_names(table.gains), "tree efficiency"),
+        drawn if rule else f"1 + coverage, exact: {where}",
+        ("drafter", f"expected ({rule})" if rule else "1 + coverage", *_gain_names(gains), *last),
         tuple(rows),
     )
 
@@ -136,17 +143,23 @@ def decode_table(metrics: Metrics, table: DecodeTable) -> Table:
             number(row.accepted_pooled),
             _counts(row),
         )
+        + (() if row.served is None else (describe(**row.served.model_dump(exclude={"width"})),))
         for row in table.drafters
     ]
+    chosen = ["chosen by its calibration"] if any(row.served for row in table.drafters) else []
+    here = {row.drafter for row in table.drafters}
+    missing = ", ".join(info.name for info in metrics.drafters if info.name not in here)
+    without = f" Without a calibration, so not here: {missing}." if missing else ""
     return Table(
         f"{task_name(metrics, table.task)}, temperature {table.temperature:g}, verifier {table.verifier}: "
         "block length by decoding",
-        f"On the {table.common_prompts} prompts that every drafter finished. '1 + coverage' is computed at the very "
-        "rounds that were decoded; the pooled block length lies in its interval (agrees) 95 times in 100.",
+        f"On the {table.common_prompts} prompts that every drafter finished. 'Expected' is the verifier's own, exact "
+        "given the trees, at the very rounds that were decoded; the pooled block length lies in its interval (agrees) "
+        f"95 times in 100.{without}",
         (
             "drafter", "block length (mean per prompt)", *_gain_names(table.gains_prompt_mean),
-            "block length (pooled over rounds)", "1 + coverage (same rounds)", "accepted tokens (pooled)",
-            "finished / attempted",
+            "block length (pooled over rounds)", "expected (same rounds)", "accepted tokens (pooled)",
+            "finished / attempted", *chosen,
         ),
         tuple(rows),
     )  # fmt: skip
