@@ -58,7 +58,8 @@ class VerifierStudy(Study):
 class TraversalStudy(Study):
     """The ablations of arXiv 2505.12398: traversal beside rrs_wor on chains, binary trees and EAGLE's sparse tree.
 
-    draws: at the temperature of the table by depth alone (1 where it is asked for). depth and width are not used.
+    All depths, and the draws, are of one temperature (1 where it is asked for); the others have depth 5 alone, as the
+    paper's own table. depth and width are not used.
     """
 
     study: Literal["traversal-paper"]

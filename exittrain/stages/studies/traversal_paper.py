@@ -72,16 +72,18 @@ class Sums:
 
 
 def run_traversal_paper(bench: Bench) -> StudyReport:
-    """Chains, binary trees and EAGLE's tree, drawn without replacement, at every temperature."""
+    """Chains, binary trees and EAGLE's tree, drawn without replacement: all depths at one temperature, the paper's
+    depth at the others."""
     settings = bench.settings
     assert isinstance(settings, TraversalStudy)
     figures = read_figures("traversal-paper", TraversalFigures)
-    drafter, sources = bench.default_drafter(), tree_sources(settings.chain_depths, settings.binary_depths)
-    contexts = bench.contexts(max(source.shape.depth for source in sources.values()))
+    drafter, depths = bench.default_drafter(), (settings.chain_depths, settings.binary_depths)
+    every, few = tree_sources(*depths), tree_sources(*([tables.paper_depth(some)] for some in depths))
+    contexts = bench.contexts(max(source.shape.depth for source in every.values()))
     main = main_temperature(settings.temperatures)
     points, steps = [], []
     for temperature in dict.fromkeys(settings.temperatures):
-        for shape, source in sources.items():
+        for shape, source in (every if temperature == main else few).items():
             draws = settings.draws if temperature == main else 0
             law = bench.laws(drafter, contexts, source, (TOKEN_LEVEL, TRAVERSAL), temperature, draws)
             points += [point_of(law, shape, part, temperature, bench.bootstrap) for part in source.parts]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from exittrain.stages.evaluation.tables import AGREES, Table, interval, signed
@@ -93,13 +93,17 @@ def pair_table(points: Sequence[Point], figures: TraversalFigures) -> Table:
     )  # fmt: skip
 
 
+def paper_depth(depths: Collection[int]) -> int:
+    """The depth of the paper's tables, the deepest where that was not asked for."""
+    return PAPER_DEPTH if PAPER_DEPTH in depths else max(depths)
+
+
 def at_paper_depth(points: Sequence[Point]) -> list[Point]:
-    """Of each shape the points of the paper's depth, of its deepest where that was not measured; by shape."""
+    """Each shape's points of its `paper_depth`, shape by shape."""
     chosen = []
     for shape in SHAPES:
         own = [point for point in points if point.shape == shape]
-        depths = {point.depth for point in own}
-        depth = PAPER_DEPTH if PAPER_DEPTH in depths else max(depths)
+        depth = paper_depth({point.depth for point in own})
         chosen += [point for point in own if point.depth == depth]
     return chosen
 
