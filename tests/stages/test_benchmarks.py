@@ -16,7 +16,7 @@ from exittrain.stages.benchmarks import run
 from exittrain.stages.benchmarks.models import ModelSizes, compare_models, model_table, random_tree
 from exittrain.stages.benchmarks.schema import BenchResult
 from exittrain.stages.benchmarks.timing import race
-from exittrain.stages.benchmarks.trees import VerifyCase, _drawn, make_case, tree_parents
+from exittrain.stages.benchmarks.trees import VerifyCase, _drawn, make_case, make_cases, tree_parents
 from exittrain.stages.benchmarks.verify import (
     DDTREE,
     RATIOS,
@@ -93,7 +93,7 @@ def test_the_drafter_is_accepted_about_two_times_in_three():
 @pytest.mark.parametrize("rule", RULES)
 def test_every_verdict_is_legal(rule: str):
     case = make_case(6, 50, 3)
-    job = verify_jobs(case)[rule]
+    job = verify_jobs([case])[rule]
     seen = set()
     for _ in range(20):
         verdict = job()
@@ -106,6 +106,20 @@ def test_every_verdict_is_legal(rule: str):
     assert len(seen) > 3  # new draws at every call
 
 
+def test_rounds_go_through_the_cases_and_rules_share_them():
+    """The target is made certain of the root's first child in one case, of its second in the next."""
+    cases = make_cases(6, 50, 3)
+    assert len(cases) == 3 and len(make_cases(6, 50, 8)) == 1
+    assert len({tuple(case.trees.token_ids.flatten().tolist()) for case in cases}) == 3
+    first, second = cases[0].trees.trees()[0].children(0)
+    for case, child in zip(cases, (first, second, first), strict=True):
+        case.target_logits[:] = -50.0
+        case.target_logits[torch.arange(3), 0, case.trees.token_ids[:, child]] = 50.0
+    jobs = verify_jobs(cases)
+    for child in (first, second, first, first):
+        assert {tuple(jobs[rule]().nodes.tolist()) for rule in FIXED} == {(child,) * 3}
+
+
 def test_the_baseline_is_predraw():
     """The same mean as the verifier of that name, which is 1 + coverage: a baseline that does other work is none."""
     case, count = make_case(6, 50, 1), 4000
@@ -115,7 +129,7 @@ def test_the_baseline_is_predraw():
         case.target_logits.expand(count, -1, -1),
         DraftRows(case.draft_rows.probs, case.draft_rows.row_of.expand(count, -1)),
     )
-    lengths = tree.depths[verify_jobs(many)[DDTREE]().nodes] + 1.0
+    lengths = tree.depths[verify_jobs([many])[DDTREE]().nodes] + 1.0
     expected = get_verifier("predraw").expected_block_length(tree, case.target_logits[0].double().softmax(-1))
     assert abs(float(lengths.mean()) - expected) < 4 * float(lengths.std()) / count**0.5
 
@@ -233,6 +247,6 @@ def test_packing_costs_less_than_a_third():
 def test_the_bars_of_the_verify_stage():
     """Issue bars: tev at most half of DDTree's work (64 nodes, 152k tokens); traversal at most twice rrs_wor (32k)."""
     torch.set_num_threads(1)
-    large, small = (measure_cell(make_case(64, vocab, 1), 15).ratios for vocab in (151_936, 32_000))
+    large, small = (measure_cell(make_cases(64, vocab, 1), 16).ratios for vocab in (151_936, 32_000))
     assert large[f"tev / {DDTREE}"] <= 0.5, large
     assert small["traversal / rrs_wor"] <= 2, small

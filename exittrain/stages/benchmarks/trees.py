@@ -17,6 +17,7 @@ from exittrain.tree.batch import TreeBatch
 from exittrain.tree.draft_rows import DraftRows
 from exittrain.tree.draft_tree import DraftTree
 
+TREES = 8  # of a cell, at least
 DEPTH = 8  # deepest level of the shape
 ACCEPTANCE = tuple(0.6 / (rank + 1) ** 2 for rank in range(64))  # by rank: a power law, as Sequoia observed
 # A target of about 1.4 nats whose best token has 0.6, and a drafter whose token it accepts two times in three (the sum
@@ -44,9 +45,19 @@ def tree_parents(num_nodes: int) -> list[int]:
     return [-1] + [column[path[:-1]] for path in column if path]
 
 
-def make_case(nodes: int, vocab: int, batch: int, device: str | torch.device = "cpu") -> VerifyCase:
-    """The trees of one cell: always the same for the same arguments. nodes < vocab, or children run out of tokens."""
-    generator = generator_for(0, "bench", "verify", nodes, vocab, batch)
+def num_cases(batch: int) -> int:
+    """Cases of a cell: TREES trees at least, for how long a rule that stops early takes depends on the tree."""
+    return -(-TREES // batch)
+
+
+def make_cases(nodes: int, vocab: int, batch: int, device: str | torch.device = "cpu") -> list[VerifyCase]:
+    """The cases of one cell, all of one shape."""
+    return [make_case(nodes, vocab, batch, device, number) for number in range(num_cases(batch))]
+
+
+def make_case(nodes: int, vocab: int, batch: int, device: str | torch.device = "cpu", number: int = 0) -> VerifyCase:
+    """Always the same for the same arguments. nodes < vocab, or children run out of tokens."""
+    generator = generator_for(0, "bench", "verify", nodes, vocab, batch, number)
     parents = tree_parents(nodes)
     inner = sorted(set(parents[1:]))
     trees = []

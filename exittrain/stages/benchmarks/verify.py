@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import cycle, product
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ from exittrain.law.sampling import Sampling
 from exittrain.law.seeding import generator_for
 from exittrain.runtime.progress import track
 from exittrain.stages.benchmarks.schema import RuleTime, SkippedCell, VerifyCell, VerifyPart
-from exittrain.stages.benchmarks.timing import Runs, race
-from exittrain.stages.benchmarks.trees import VerifyCase, make_case, tree_parents
+from exittrain.stages.benchmarks.timing import race
+from exittrain.stages.benchmarks.trees import VerifyCase, make_cases, num_cases, tree_parents
 from exittrain.stages.evaluation.tables import Table
 from exittrain.tree.batch import TreeBatch
 from exittrain.verify.base import BatchVerdict
@@ -30,10 +30,10 @@ DDTREE = "ddtree predraw"  # the rule `predraw`, with the work DDTree does for i
 RULES = ("tev", DDTREE, "predraw", "residual", "rrs_wor", "traversal")
 RATIOS = (
     ("tev", DDTREE),
+    ("tev", "predraw"),
     ("tev", "residual"),
     ("tev", "rrs_wor"),
     ("traversal", "rrs_wor"),
-    ("predraw", DDTREE),
 )
 MAX_BATCH = 1024
 MAX_VOCAB = 2**24  # torch.multinomial draws from no more
@@ -91,29 +91,30 @@ def measure_verify(settings: VerifySettings, devices: Sequence[str] = ("cpu",)) 
             reason = f"needs about {needed:.1f} GiB, more than --max-gib {settings.max_gib:g}"
             skipped.append(SkippedCell(device=device, nodes=nodes, vocab=vocab, batch=batch, reason=reason))
             continue
-        cells.append(measure_cell(make_case(nodes, vocab, batch, device), settings.repeats, device))
+        cells.append(measure_cell(make_cases(nodes, vocab, batch, device), settings.repeats, device))
     return VerifyPart(cells=cells, skipped=skipped)
 
 
 def memory_bytes(nodes: int, vocab: int, batch: int) -> int:
-    """What a cell holds at its largest: logits, the drafter's rows, and probabilities with their draws at every node
-    in float32 (DDTree's way; the other rules need less)."""
+    """What a cell holds at its largest: logits and the drafter's rows of all cases, and probabilities with their draws
+    at every node of one of them in float32 (DDTree's way; the other rules need less)."""
     inner = len(set(tree_parents(nodes)[1:]))
-    return batch * vocab * (2 * (nodes + 1) + 4 * inner + 8 * (nodes + 1))
+    return batch * vocab * (num_cases(batch) * (2 * (nodes + 1) + 4 * inner) + 8 * (nodes + 1))
 
 
-def measure_cell(case: VerifyCase, repeats: int, device: str = "cpu") -> VerifyCell:
-    """All rules in turn on one case."""
-    runs = race(verify_jobs(case), repeats, device)
+def measure_cell(cases: Sequence[VerifyCase], repeats: int, device: str = "cpu") -> VerifyCell:
+    """All rules in turn, round by round, on cases of one shape: in a round all rules see the same trees."""
+    runs = race(verify_jobs(cases), repeats, device)
     medians = {rule: run.median for rule, run in runs.items()}
-    batch, size, vocab = case.target_logits.shape
+    batch, size, vocab = cases[0].target_logits.shape
+    depths = cases[0].trees.depths[0]
     return VerifyCell(
-        device=device, nodes=size - 1, depth=case.trees.max_depth, inner_nodes=int(case.trees.has_children()[0].sum()),
+        device=device, nodes=size - 1, depth=int(depths.max()), inner_nodes=int(cases[0].trees.has_children()[0].sum()),
         vocab=vocab, batch=batch,
         rules=[
             RuleTime(
                 rule=rule, milliseconds=run.milliseconds, median=medians[rule],
-                mean_block_length=_mean_block_length(case, run),
+                mean_block_length=1 + float(depths[torch.stack([v.nodes for v in run.results])].double().mean()),
             )
             for rule, run in runs.items()
         ],
@@ -121,30 +122,29 @@ def measure_cell(case: VerifyCase, repeats: int, device: str = "cpu") -> VerifyC
     )  # fmt: skip
 
 
-def _mean_block_length(case: VerifyCase, run: Runs[BatchVerdict]) -> float:
-    depths = [case.trees.depths.gather(1, verdict.nodes[:, None]) for verdict in run.results]
-    return float(torch.stack(depths).double().mean()) + 1
+def verify_jobs(cases: Sequence[VerifyCase]) -> dict[str, Callable[[], BatchVerdict]]:
+    """Each rule as a job: one verdict a tree of the next case, new draws at every call."""
+    return {rule: _in_turn([_job(rule, case, number) for number, case in enumerate(cases)]) for rule in RULES}
 
 
-def verify_jobs(case: VerifyCase) -> dict[str, Callable[[], BatchVerdict]]:
-    """Each rule as a job: one verdict a tree, new draws at every call."""
-    batch = len(case.trees)
-    jobs: dict[str, Callable[[], BatchVerdict]] = {}
-    for rule in RULES:
-        if rule == DDTREE:
-            generator = _generator(rule, 0, case.target_logits.device)
-            jobs[rule] = partial(ddtree_predraw, child_maps(case.trees), case.target_logits, generator)
-        else:
-            generators = [_generator(rule, row) for row in range(batch)]
-            jobs[rule] = partial(
-                get_verifier(rule).verify_batch,
-                case.trees, case.target_logits, Sampling(), generators, draft_rows=case.draft_rows,
-            )  # fmt: skip
-    return jobs
+def _in_turn(jobs: Sequence[Callable[[], BatchVerdict]]) -> Callable[[], BatchVerdict]:
+    turns = cycle(jobs)
+    return lambda: next(turns)()
 
 
-def _generator(rule: str, row: int, device: torch.device | str = "cpu") -> torch.Generator:
-    return generator_for(0, "bench", rule, row, device=device)
+def _job(rule: str, case: VerifyCase, number: int) -> Callable[[], BatchVerdict]:
+    if rule == DDTREE:
+        generator = _generator(rule, number, 0, case.target_logits.device)
+        return partial(ddtree_predraw, child_maps(case.trees), case.target_logits, generator)
+    generators = [_generator(rule, number, row) for row in range(len(case.trees))]
+    return partial(
+        get_verifier(rule).verify_batch,
+        case.trees, case.target_logits, Sampling(), generators, draft_rows=case.draft_rows,
+    )  # fmt: skip
+
+
+def _generator(rule: str, number: int, row: int, device: torch.device | str = "cpu") -> torch.Generator:
+    return generator_for(0, "bench", rule, number, row, device=device)
 
 
 def child_maps(trees: TreeBatch) -> list[list[dict[int, int]]]:
