@@ -107,13 +107,15 @@ def test_every_verdict_is_legal(rule: str):
 
 
 def test_rounds_go_through_the_cases_and_rules_share_them():
-    """The target is made certain of the root's first child in one case, of its second in the next."""
+    """The target is made certain of the root's first child in one case, of its second in the next, and of no other."""
     cases = make_cases(6, 50, 3)
     assert len(cases) == 3 and len(make_cases(6, 50, 8)) == 1
     assert len({tuple(case.trees.token_ids.flatten().tolist()) for case in cases}) == 3
     first, second = cases[0].trees.trees()[0].children(0)
     for case, child in zip(cases, (first, second, first), strict=True):
+        free = min(set(range(50)) - set(case.trees.token_ids.flatten().tolist()))
         case.target_logits[:] = -50.0
+        case.target_logits[:, 1:, free] = 50.0
         case.target_logits[torch.arange(3), 0, case.trees.token_ids[:, child]] = 50.0
     jobs = verify_jobs(cases)
     for child in (first, second, first, first):
