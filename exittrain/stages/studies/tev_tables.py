@@ -23,7 +23,8 @@ def crossed_table(points: Sequence[Point], figures: TevFigures, note: str) -> Ta
     temperature = points[0].temperature
     return Table(
         f"Drafter x verifier, temperature {temperature:g}: block length",
-        f"{note} Verdicts: mean of draws on the same trees, 'agrees' 95 times in 100.",
+        f"{note} Verdicts: mean of draws on the same trees, 'agrees' 95 times in 100; all rows share their random "
+        "numbers, so misses come together.",
         ("budget", "drafter", "verifier", "expected (exact)", "mean of verdicts", "published (Qwen3-4B)"),
         tuple(
             (
@@ -115,7 +116,7 @@ def summary_lines(
     for time in times:
         if time.verifier == "tev":
             place, share = f"temperature {time.temperature:g}, {time.budget} nodes", interval(time.ratio)
-            lines.append(f"{place}: tev takes {share} of the time of {DDTREE}.")
+            lines.append(f"{place}: tev takes {share} times as long as {DDTREE}.")
     return lines
 
 
