@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from exittrain.cli.stages import PlanOption, make_context, run_verb
-from exittrain.errors import InputError
+from exittrain.errors import InputError, nearest
 
 TargetOption = Annotated[str | None, typer.Option("--target", help="Folder, GGUF file, hub id or known name.")]
 models_app = typer.Typer(help="Models that come from packages.", no_args_is_help=True, rich_markup_mode=None)
@@ -41,7 +41,13 @@ def evaluate(
             "gsm8k:public downloads the whole set."
         ),
     ] = None,
-    verifiers: Annotated[str | None, typer.Option(help="Some of tev,predraw,residual,greedy.")] = None,
+    verifiers: Annotated[
+        str | None,
+        typer.Option(
+            help="Some of tev,predraw,residual; greedy at temperature 0; on sampled trees (eval.builder=sampled_iid or "
+            "sampled_wor) also rrs,rrs_wor,traversal,block; auto: by each drafter's calibration."
+        ),
+    ] = None,
     temperature: Annotated[str | None, typer.Option("--temperature", help="Such as 0,0.5,1.")] = None,
     prompts: Annotated[int | None, typer.Option(min=1, help="Prompts of each task.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of an answer.")] = None,
@@ -157,45 +163,65 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="A user turn.")],
     target: Annotated[str, typer.Option("--target", help="Folder, GGUF file, hub id or known name.")],
     drafter: Annotated[str | None, typer.Option(help="Folder or spec (layers:4); none: plain decoding.")] = None,
-    builder: Annotated[str, typer.Option(help="best_first, beam, static")] = "best_first",
-    budget: Annotated[int, typer.Option(min=1, help="Drafted nodes a tree.")] = 16,
+    builder: Annotated[
+        str, typer.Option(help="best_first, beam, static; drawn: sampled_iid, sampled_wor (without replacement).")
+    ] = "best_first",
+    budget: Annotated[int, typer.Option(min=1, help="Drafted nodes a tree, at most.")] = 16,
     depth: Annotated[int, typer.Option(min=1, help="Longest drafted path.")] = 6,
-    verifier: Annotated[str, typer.Option(help="tev, predraw, residual, greedy")] = "tev",
+    branching: Annotated[
+        str, typer.Option(help="Of static and drawn trees: chain, 2-ary, eagle, or rank paths: [[0],[1],[0,0]].")
+    ] = "chain",
+    verifier: Annotated[
+        str,
+        typer.Option(
+            help="tev, predraw, residual; greedy at temperature 0; of drawn trees also rrs (iid), rrs_wor (wor), "
+            "traversal, block (a chain); auto: tree and verifier by the drafter's calibration, at most --budget nodes."
+        ),
+    ] = "tev",
     temperature: Annotated[float, typer.Option(min=0.0)] = 1.0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the answer.")] = 64,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
+    dtype: Annotated[
+        str, typer.Option(help="float32, bfloat16, float16: of both models. A calibration is of one.")
+    ] = "float32",
     raw: Annotated[bool, typer.Option("--raw", help="The prompt as it is, without the chat template.")] = False,
 ) -> None:
     """Answer one prompt; the block length goes to standard error."""
     import torch
 
-    from exittrain import TargetModel, decode, load_drafter
+    from exittrain import Sampling, TargetModel, decode, load_drafter
+    from exittrain.decoding.auto import AUTO, choose_auto
+    from exittrain.drafters.calibration import describe
     from exittrain.stages.conversations.chat import ChatRenderer
 
-    model = TargetModel.from_pretrained(target, device="cuda" if torch.cuda.is_available() else "cpu")
+    kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype not in kinds:
+        raise InputError(f"--dtype {dtype!r}{nearest(dtype, list(kinds))}: give {', '.join(kinds)}")
+    paths, device = _branching(branching), "cuda" if torch.cuda.is_available() else "cpu"
+    model = TargetModel.from_pretrained(target, dtype=kinds[dtype], device=device)
     if raw:
         if model.tokenizer is None:
             raise InputError(f"{target} has no tokenizer: `generate` needs one")
         prompt_ids = model.tokenizer(prompt)["input_ids"]
     else:
         prompt_ids = ChatRenderer(model.tokenizer, model.eos_token_ids).prompt([("user", prompt)])
+    loaded = None if drafter is None else load_drafter(drafter, model)
+    tree: dict[str, Any] = {"builder": builder, "budget": budget, "depth": depth, "branching": paths}
+    said = describe(verifier, builder, paths, budget, depth)
+    if verifier == AUTO:
+        choice = choose_auto(model, loaded, Sampling(temperature), budget)
+        tree, verifier = {"builder": choice.builder, **vars(choice.shape)}, choice.verifier
+        said = f"{choice}, as its calibration says"
+    generator = torch.Generator().manual_seed(seed)
     out = decode(
-        model,
-        None if drafter is None else load_drafter(drafter, model),
-        prompt_ids,
-        builder=builder,
-        budget=budget,
-        depth=depth,
-        verifier=verifier,
-        temperature=temperature,
-        max_new_tokens=max_new_tokens,
-        generator=torch.Generator().manual_seed(seed),
-    )
+        model, loaded, prompt_ids, verifier=verifier, temperature=temperature, max_new_tokens=max_new_tokens,
+        generator=generator, **tree,
+    )  # fmt: skip
     typer.echo(out.text)
-    tree = "plain decoding" if drafter is None else f"{builder} of {budget} nodes, {verifier}"
+    said = "plain decoding" if drafter is None else said
     rate = len(out.token_ids) / max(out.total_seconds, 1e-9)
     typer.echo(
-        f"block length {out.mean_block_length:.2f} (bonus included, pooled over {len(out.rounds)} rounds; {tree}, "
+        f"block length {out.mean_block_length:.2f} (bonus included, pooled over {len(out.rounds)} rounds; {said}, "
         f"temperature {temperature:g}), {rate:.1f} tokens/s, ended by {out.finish_reason}",
         err=True,
     )
@@ -254,6 +280,20 @@ def _numbers(text: str | None) -> list[float] | None:
         return None if text is None else [float(word) for word in text.split(",")]
     except ValueError:
         raise InputError(f"--temperature {text!r}: give numbers with commas between, such as 0,0.5,1") from None
+
+
+def _branching(text: str) -> str | tuple[tuple[int, ...], ...]:
+    """A shape's name as it is, rank paths in JSON as tuples."""
+    import json
+
+    if not text.startswith("["):
+        return text
+    try:
+        return tuple(tuple(path) for path in json.loads(text))
+    except (ValueError, TypeError):
+        raise InputError(
+            f"--branching {text!r}: give chain, 2-ary, eagle, or rank paths such as [[0],[1],[0,0]]"
+        ) from None
 
 
 def _yaml(value: object) -> str:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import yaml
 
 from exittrain.build.base import MAX_BUDGET, TreeShape
+from exittrain.build.registry import BUILDERS, drawn_by
+from exittrain.config.checks import EXACT_VERIFIERS
 from exittrain.config.load import load_recipe
 from exittrain.errors import InputError
+from exittrain.verify.registry import VERIFIERS
 
 BASE = {
     "name": "unit",
@@ -109,6 +113,14 @@ def test_missing_sections_and_files(tmp_path: Path) -> None:
         ("train.arms={}", "names no arm"),
         ("eval={tasks: [heldout], verifiers: [tve]}", "did you mean 'tev'?"),
         ("eval={tasks: [heldout], verifiers: [greedy]}", "exact at temperature 0 only"),
+        (
+            "eval={tasks: [heldout], verifiers: [traversal]}",
+            "'traversal', which is biased on trees of 'best_first': set 'eval.builder' to sampled_iid or sampled_wor",
+        ),
+        ("eval={tasks: [heldout], builder: sampled_wor, verifiers: [tev, rrs]}", "set 'eval.builder' to sampled_iid,"),
+        ("eval={tasks: [heldout], builder: sampled_iid, branching: 2-ary, verifiers: [block]}", "for chains alone"),
+        ("eval={tasks: [heldout], builder: static, branching: []}", "'eval.branching' is empty"),
+        ("eval={tasks: [heldout], builder: sampled}", "'eval.builder' cannot be 'sampled'"),
         ("eval={tasks: []}", "'eval.tasks' is empty"),
         ("eval={decode: false}", "measures nothing"),
         ("name=../x", "becomes a folder"),
@@ -117,6 +129,31 @@ def test_missing_sections_and_files(tmp_path: Path) -> None:
 )
 def test_contradictions_are_found_before_anything_runs(recipe_file: Path, override: str, expected: str) -> None:
     assert expected in fail(recipe_file, override)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        "{tasks: [heldout], verifiers: [tev, auto]}",
+        "{tasks: [heldout], builder: sampled_iid, verifiers: [tev, rrs, traversal, block, auto]}",
+        "{tasks: [heldout], builder: sampled_wor, branching: [[0], [0, 0]], verifiers: [rrs_wor, block]}",
+        "{tasks: [heldout], builder: sampled_wor, branching: 2-ary, verifiers: [residual, traversal]}",
+    ],
+)
+def test_eval_has_trees_of_its_own(recipe_file: Path, section: str) -> None:
+    recipe = load_recipe(recipe_file, [f"eval={section}"])
+    assert recipe.eval is not None and recipe.tree.builder == "best_first"
+
+
+def test_what_is_exact_for_what_is_as_the_registries_say() -> None:
+    assert set(EXACT_VERIFIERS) == set(BUILDERS) - {"oracle"}
+    for builder, exact in EXACT_VERIFIERS.items():
+        found = []
+        for name, verifier in VERIFIERS.items():
+            with suppress(InputError):
+                verifier.check(drawn_by(builder))
+                found.append(name)
+        assert sorted(found) == sorted(exact), builder
 
 
 TINY = Path(__file__).resolve().parents[1] / "fixtures/tiny.yaml"

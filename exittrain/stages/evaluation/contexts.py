@@ -179,11 +179,11 @@ def _grown(
         generators = [
             generator_for(seed, "eval", "tree", contexts.ids[row], int(contexts.anchors[row])) for row in rows.tolist()
         ]
-        yield rows, *grow_and_score(target, drafter, contexts, rows, builder, shape, sampling, generators)
+        yield rows, *grow_scored(target, drafter, contexts, rows, builder, shape, sampling, generators)
 
 
 @torch.no_grad()
-def grow_and_score(
+def grow_scored(
     target: TargetModel, drafter: Drafter, contexts: ContextSet, rows: Tensor, builder: str, shape: TreeShape,
     sampling: Sampling, generators: Sequence[torch.Generator],
 ) -> tuple[Draft, Tensor]:  # fmt: skip

@@ -15,14 +15,13 @@ from torch import Tensor
 
 from exittrain.build.base import Draft, TreeShape
 from exittrain.build.parts import sub_draft
-from exittrain.build.registry import get_builder
 from exittrain.build.static import Path
 from exittrain.law.sampling import Sampling
 from exittrain.law.seeding import generator_for
 from exittrain.models.target import TargetModel
 from exittrain.runtime.progress import progress_bar
 from exittrain.runtime.signals import StopFlag
-from exittrain.stages.evaluation.contexts import LOGITS, ContextSet
+from exittrain.stages.evaluation.contexts import LOGITS, ContextSet, grow_scored
 from exittrain.stages.evaluation.measures import Floats
 from exittrain.verify.base import expected_block_lengths
 from exittrain.verify.registry import get_verifier
@@ -130,13 +129,10 @@ def grow_and_score(
     seed: int,
 ) -> tuple[Draft, Tensor]:  # fmt: skip
     """The trees at contexts `rows` and the target's raw logits [R, M, V] at their nodes."""
-    sequences, tree_sequence, anchors = contexts.group(rows)
     generators = [
         generator_for(seed, "study", "tree", contexts.ids[row], int(contexts.anchors[row])) for row in rows.tolist()
     ]
-    session = drafter.session(sequences, tree_sequence, anchors, sampling)
-    draft = get_builder(source.builder)(session, source.shape, generators)
-    return draft, target.head(target.tree_hidden(sequences, draft.trees, tree_sequence, anchors))
+    return grow_scored(target, drafter, contexts, rows, source.builder, source.shape, sampling, generators)
 
 
 def ask(
