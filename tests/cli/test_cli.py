@@ -160,6 +160,87 @@ def test_generate_prints_text_and_block_length(
     assert (code, out) == call(capsys, "generate", "hello", *options)[:2]
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--builder", "sampled_iid", "--branching", "2-ary", "--verifier", "rrs"], "rrs on sampled_iid (2-ary)"),
+        (["--builder", "sampled_wor", "--verifier", "block", "--depth", "4"], "block on sampled_wor (chain)"),
+        (
+            ["--builder", "sampled_wor", "--branching", "[[0], [1], [0, 0]]", "--verifier", "traversal"],
+            "traversal on sampled_wor (3 rank paths), at most 16 nodes of depth 6",
+        ),
+        (["--builder", "static", "--branching", "eagle", "--budget", "25", "--verifier", "residual"], "static (eagle)"),
+    ],
+)
+def test_generate_draws_trees(
+    capsys: pytest.CaptureFixture[str], tiny_target: Path, options: list[str], said: str
+) -> None:
+    call_options = ["--target", str(tiny_target), "--drafter", "layers:1", "--max-new-tokens", "8", *options]
+    code, _, err = call(capsys, "generate", "hello", *call_options)
+    assert code == 0 and said in err, err
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--verifier", "traversal"], "traversal"),
+        (["--builder", "static", "--branching", "eagle"], "EAGLE's tree has 25 nodes"),
+        (["--builder", "static", "--branching", "[[0], 1]"], "--branching '[[0], 1]'"),
+        (["--builder", "static", "--branching", "[[0"], "rank paths such as"),
+        (["--verifier", "auto"], "has no calibration for verifier 'auto'"),
+        (["--dtype", "bfloat"], "did you mean 'bfloat16'?"),
+    ],
+)
+def test_generate_refuses_in_one_line(
+    capsys: pytest.CaptureFixture[str], tiny_target: Path, options: list[str], expected: str
+) -> None:
+    code, out, err = call(capsys, "generate", "hello", "--target", str(tiny_target), "--drafter", "layers:1", *options)
+    assert (code, out) == (2, "") and err.count("\n") == 1 and expected in err
+
+
+def test_auto_is_measured_once_and_served(
+    capsys: pytest.CaptureFixture[str], tiny_target: Path, tmp_path: Path
+) -> None:
+    """A calibration beside the weights, then `generate` and `eval` by it; other weights are refused."""
+    from exittrain import TargetModel, load_drafter
+    from exittrain.drafters.calibration import Calibration, Choice
+
+    target = TargetModel.from_pretrained(tiny_target)
+    folder = tmp_path / "drafter"
+    load_drafter("layers:1", target).save(folder)
+    choices = tuple(Choice(t, 6, "sampled_wor", 3, 2, "2-ary", "traversal", 1.5, None, None, None) for t in (0.0, 1.0))
+    fingerprint = load_drafter(folder, target).fingerprint()
+    Calibration(target.fingerprint(), fingerprint, 0, 1.0, "here", choices).save(folder)
+
+    options = ["--target", str(tiny_target), "--drafter", str(folder), "--max-new-tokens", "6"]
+    code, out, err = call(capsys, "generate", "hello", *options, "--verifier", "auto", "--budget", "8")
+    assert code == 0 and "traversal on sampled_wor (2-ary), at most 6 nodes of depth 3, as its calibration says" in err
+    tree = ["--builder", "sampled_wor", "--branching", "2-ary", "--budget", "6", "--depth", "3"]
+    assert call(capsys, "generate", "hello", *options, *tree, "--verifier", "traversal")[:2] == (0, out)
+    code, _, err = call(capsys, "generate", "hello", *options, "--verifier", "auto", "--budget", "5")
+    assert code == 2 and "the smallest budget is 6" in err
+    code, _, err = call(capsys, "generate", "hello", *options, "--verifier", "auto", "--dtype", "bfloat16")
+    assert code == 2 and "of another target (or of another dtype)" in err and err.count("\n") == 1
+
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Hello there"}\n{"prompt": "What is this?"}\n')
+    asked = ["--tasks", str(tmp_path / "prompts.jsonl"), "--temperature", "1", "--max-new-tokens", "6"]
+    more = ["eval.speed=false", "eval.bootstrap=50", "tree.budget=8", "--output", "out", "--target", str(tiny_target)]
+    code, out, err = call(capsys, "eval", str(folder), *asked, *more, "--verifiers", "tev,auto")
+    assert code == 0, err
+    assert "verifier auto" in out and "chosen by its" in out
+    sampled = [*more, "eval.builder=sampled_wor", "eval.branching=2-ary", "eval.contexts=4", "--verifiers", "traversal"]
+    code, out, err = call(capsys, "eval", str(folder), *asked, *sampled)
+    assert code == 0 and "expected (traversal)" in out, err
+    code, _, err = call(capsys, "eval", str(folder), *asked, *more, "--verifiers", "traversal")
+    assert code == 2 and "biased on trees of 'best_first'" in err and "eval.builder" in err
+
+    load_drafter("layers:2", target).save(tmp_path / "other")
+    shutil.copy(folder / "calibration.json", tmp_path / "other")
+    options[3] = str(tmp_path / "other")
+    code, _, err = call(capsys, "generate", "hello", *options, "--verifier", "auto")
+    assert code == 2 and "is of other weights" in err and "--suite verifiers" in err and err.count("\n") == 1
+
+
 def test_generate_needs_a_chat_template_or_raw(
     capsys: pytest.CaptureFixture[str], tiny_target: Path, tmp_path: Path
 ) -> None:
