@@ -11,16 +11,31 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
-from fakes import Law, Prefix
+import torch
+from fakes import Law, Logits, Prefix
 from scipy.stats import chisquare
+from torch import Tensor
 
+from exittrain.tree.batch import TreeBatch
+from exittrain.tree.draft_rows import DraftRows
 from exittrain.tree.draft_tree import DraftTree
+from exittrain.verify.base import Verifier
 
 
 def rows_of(tree: DraftTree, law: Law) -> list[list[Any]]:
     """target_probs [N+1][V] of a tree under a law."""
     tokens = tree.token_ids.tolist()
     return [list(law(tuple(tokens[step] for step in tree.path(node)))) for node in range(tree.num_nodes + 1)]
+
+
+def draft_rows_of(tree: DraftTree, law: Law) -> list[list[Any]]:
+    """draft_probs [N+1][V] of a tree under a law: zeros at leaves, where nothing was drawn."""
+    tokens, parents = tree.token_ids.tolist(), set(tree.parents.tolist())
+    nothing = [Fraction(0)] * len(law(()))
+    return [
+        list(law(tuple(tokens[step] for step in tree.path(node)))) if node in parents else nothing
+        for node in range(tree.num_nodes + 1)
+    ]
 
 
 def target_law(law: Law, length: int) -> dict[Prefix, Any]:
@@ -56,35 +71,94 @@ def random_tree(rng: random.Random, vocab: int, depth: int, num_nodes: int, draw
     return DraftTree(tokens, parents, drawn)
 
 
-def sampled_children(probs: list[Fraction], count: int) -> Iterator[tuple[tuple[int, ...], Fraction]]:
-    """Every ordered draw of `count` children without replacement, with its probability."""
-    for tokens in itertools.permutations(range(len(probs)), count):
-        chance, left = Fraction(1), Fraction(1)
-        for token in tokens:
-            chance, left = chance * (probs[token] / left if left else 0), left - probs[token]
-        if chance > 0:
-            yield tokens, chance
+def sampled_children(probs: list[Any], count: int, drawn: str) -> Iterator[tuple[tuple[int, ...], Any]]:
+    """Every ordered draw of `count` children with its probability; without replacement never more than there are."""
+    if drawn == "iid":
+        for tokens in itertools.product(range(len(probs)), repeat=count):
+            if all(probs[token] > 0 for token in tokens):
+                yield tokens, math.prod(probs[token] for token in tokens)
+        return
+    possible = [token for token, chance in enumerate(probs) if chance > 0]
+    for tokens in itertools.permutations(possible, min(count, len(possible))):
+        chance = Fraction(1)
+        for turn, token in enumerate(tokens):
+            chance = chance * probs[token] / sum(probs[other] for other in possible if other not in tokens[:turn])
+        yield tokens, chance
 
 
-def sampled_trees(shape: dict[Prefix, int], drafter: Law) -> Iterator[tuple[DraftTree, Fraction]]:
-    """Every tree of a shape whose children are drawn without replacement, with its probability.
+def sampled_trees(
+    shape: dict[Prefix, int], drafter: Law, drawn: str = "without_replacement"
+) -> Iterator[tuple[DraftTree, Any]]:
+    """Every tree of a shape whose children are drawn from the drafter, in draw order, with its probability.
 
-    shape: rank path of a node (its parent's draws in order) -> its number of children.
+    shape: rank path of a node (its parent's draws in order) -> its number of children. drawn: "iid" (twins are kept,
+    each with its own children) or "without_replacement".
     """
 
     def grow(pending: list[tuple[Prefix, Prefix, int]], tokens: list[int], parents: list[int]) -> Iterator[Any]:
         if not pending:
-            yield DraftTree(tokens, parents, "without_replacement"), Fraction(1)
+            yield DraftTree(tokens, parents, drawn), Fraction(1)
             return
         (ranks, prefix, node), *rest = pending
         count = shape.get(ranks, 0)
-        draws = sampled_children(list(drafter(prefix)), count) if count else [((), Fraction(1))]
-        for drawn, chance in draws:
-            new = [((*ranks, rank), (*prefix, token), len(tokens) + rank) for rank, token in enumerate(drawn)]
-            for tree, below in grow([*rest, *new], tokens + list(drawn), parents + [node] * len(drawn)):
+        draws = sampled_children(list(drafter(prefix)), count, drawn) if count else [((), Fraction(1))]
+        for children, chance in draws:
+            new = [((*ranks, rank), (*prefix, token), len(tokens) + rank) for rank, token in enumerate(children)]
+            for tree, below in grow([*rest, *new], tokens + list(children), parents + [node] * len(children)):
                 yield tree, chance * below
 
     return grow([((), (), 0)], [0], [-1])
+
+
+def draw_tree(shape: dict[Prefix, int], drafter: Law, drawn: str, rng: random.Random) -> DraftTree:
+    """One of `sampled_trees`, at random; for vocabularies that cannot be enumerated."""
+    tokens, parents, pending = [0], [-1], [((), (), 0)]
+    while pending:
+        ranks, prefix, node = pending.pop(0)
+        weights = [float(p) for p in drafter(prefix)] if ranks in shape else []
+        for rank in range(shape.get(ranks, 0)):
+            if not any(weights):
+                break
+            (token,) = rng.choices(range(len(weights)), weights)
+            pending.append(((*ranks, rank), (*prefix, token), len(tokens)))
+            tokens.append(token)
+            parents.append(node)
+            weights[token] = weights[token] if drawn == "iid" else 0.0
+    return DraftTree(tokens, parents, drawn)
+
+
+def joint_law(
+    verifier: Verifier, trees: Iterable[tuple[DraftTree, Any]], target: Law, drafter: Law, length: int
+) -> dict[Prefix, Any]:
+    """The law of the first `length` tokens: a block of a tree at random, continued by the target."""
+    blocks: dict[Prefix, Any] = {}
+    for tree, chance in trees:
+        for block, probability in verifier.block_law(tree, rows_of(tree, target), draft_rows_of(tree, drafter)).items():
+            blocks[block] = blocks.get(block, 0) + chance * probability
+    return extended(blocks, target, length)
+
+
+def distance(left: dict[Any, Any], right: dict[Any, Any]) -> float:
+    """Total variation."""
+    return float(sum(abs(left.get(key, 0) - right.get(key, 0)) for key in left.keys() | right.keys())) / 2
+
+
+def as_batch(trees: list[DraftTree], target: Logits, drafter: Law) -> tuple[TreeBatch, Tensor, DraftRows]:
+    """Trees side by side, their raw logits [B, M, V] (NaN where padded) and the rows their children were drawn from."""
+    batch, prefixes = TreeBatch.from_trees(trees), dict[Prefix, int]()
+    vocab = len(target(()))
+    logits = torch.full((*batch.parents.shape, vocab), torch.nan)
+    row_of = torch.full_like(batch.parents, -1)
+    parents = batch.has_children()
+    for row, tree in enumerate(trees):
+        tokens = tree.token_ids.tolist()
+        for node in range(tree.num_nodes + 1):
+            prefix = tuple(tokens[step] for step in tree.path(node))
+            logits[row, node] = target(prefix)
+            if parents[row, node]:
+                row_of[row, node] = prefixes.setdefault(prefix, len(prefixes))
+    probs = [[float(p) for p in drafter(prefix)] for prefix in prefixes]
+    return batch, logits, DraftRows(torch.tensor(probs).reshape(-1, vocab), row_of)
 
 
 def chi_square(draws: Iterable[Any], law: dict[Any, Any]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -10,10 +11,12 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+from exittrain.law.sampling import Sampling, process_logits
 from exittrain.law.seeding import seed_for
 
 Prefix = tuple[int, ...]  # tokens after the context, the root not among them
 Law = Callable[[Prefix], Sequence[Fraction] | Sequence[float]]  # next-token probabilities
+Logits = Callable[[Prefix], Tensor]  # next-token logits [V]
 
 
 class TableSession:
@@ -49,6 +52,27 @@ def _logs(probs: Sequence[Fraction] | Sequence[float]) -> Tensor:
     return torch.tensor([math.log(p) if p > 0 else -math.inf for p in probs])
 
 
+def random_logits(seed: int, vocab: int, scale: float = 1.5) -> Logits:
+    """Normal float32 logits, the same for the same prefix."""
+
+    @functools.cache
+    def logits(prefix: Prefix) -> Tensor:
+        generator = torch.Generator().manual_seed(seed_for("logits", seed, *prefix))
+        return torch.randn(vocab, generator=generator) * scale
+
+    return logits
+
+
+def served(logits: Logits, sampling: Sampling) -> Law:
+    """The float32 law that logits are served as."""
+
+    @functools.cache
+    def law(prefix: Prefix) -> list[float]:
+        return process_logits(logits(prefix), sampling).exp().tolist()
+
+    return law
+
+
 def random_law(seed: int, vocab: int, grain: int = 12, zeros: float = 0.2, sure: float = 0.1) -> Law:
     """Exact random probabilities, the same for the same prefix.
 
@@ -56,6 +80,7 @@ def random_law(seed: int, vocab: int, grain: int = 12, zeros: float = 0.2, sure:
     prefix has one certain token with probability `sure`.
     """
 
+    @functools.cache
     def law(prefix: Prefix) -> list[Fraction]:
         rng = random.Random(seed_for("law", seed, *prefix))
         weights = [0 if rng.random() < zeros else rng.randint(1, grain) for _ in range(vocab)]
@@ -70,6 +95,7 @@ def random_law(seed: int, vocab: int, grain: int = 12, zeros: float = 0.2, sure:
 def sharpened(law: Law, power: int = 2) -> Law:
     """The same law at temperature 1/power, still exact."""
 
+    @functools.cache
     def sharp(prefix: Prefix) -> list[Fraction]:
         weights = [Fraction(p) ** power for p in law(prefix)]
         return [weight / sum(weights) for weight in weights]

@@ -41,7 +41,7 @@ class Block(Traversal):
         for node, token in enumerate(tree.token_ids.tolist()[1:]):
             left = np.maximum(acc * target_rows[node] - draft_rows[node], 0)
             total = left.sum()
-            coins.append((total / (total + 1 - acc), left / total) if total > 0 else (0, target_rows[node]))
+            coins.append((total / (total + (1 - acc)), left / total) if total > 0 else (0, target_rows[node]))
             acc = acceptance(acc, target_rows[node], draft_rows[node], token)
         coins.append((acc, target_rows[last]))
         failed: Any = 1

@@ -14,8 +14,7 @@ from torch import Tensor
 from exittrain.law.exit_law import reach_by_level
 from exittrain.law.sampling import Sampling, log_weights
 from exittrain.tree.batch import TreeBatch
-from exittrain.tree.draft_tree import DraftTree
-from exittrain.tree.merge import merge_twins
+from exittrain.tree.merge import merge_batch
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +37,8 @@ def fixed_exits(trees: TreeBatch, target_logits: Tensor, sampling: Sampling) -> 
     The miss is what the row still holds without its children, over the whole: no 1 - sum, so it is exactly 0 where the
     children carry everything, however the logits were rounded.
     """
-    trees, kept = _without_twins(trees)
+    trees, columns = merge_batch(trees)
+    kept = columns.clamp(min=0)
     tree, node = trees.has_children().nonzero(as_tuple=True)
     row_of = torch.full_like(trees.parents, -1)
     row_of[tree, node] = torch.arange(len(tree), device=row_of.device)
@@ -55,14 +55,3 @@ def fixed_exits(trees: TreeBatch, target_logits: Tensor, sampling: Sampling) -> 
     miss = trees.valid.double()
     miss[tree, node] = (left / whole)[: len(tree)]
     return FixedExits(reach_by_level(trees, edges) * miss, kept, row_of, rows)
-
-
-def _without_twins(trees: TreeBatch) -> tuple[TreeBatch, Tensor]:
-    """The trees with twins merged, and each remaining node's column [B, M'] in the trees given."""
-    device = trees.parents.device
-    if trees.drawn != "iid":
-        return trees, torch.arange(trees.parents.shape[1], device=device).expand_as(trees.parents)
-    pairs = [merge_twins(tree) for tree in trees.trees()]
-    kept = torch.nn.utils.rnn.pad_sequence([index for _, index in pairs], batch_first=True)
-    single = [DraftTree(tree.token_ids, tree.parents) for tree, _ in pairs]
-    return TreeBatch.from_trees(single, device), kept.to(device)

@@ -148,7 +148,7 @@ def rejected(acc: Any, target: Rows, draft: Rows, token: int, drawn: str | None)
     """
     left = np.maximum(acc * target - draft, 0)
     total = left.sum()
-    acc, target = (total / (total + 1 - acc), left / total) if total > 0 else (0, target)
+    acc, target = (total / (total + (1 - acc)), left / total) if total > 0 else (0, target)
     if drawn == "without_replacement":
         draft = draft.copy()
         draft[token] = 0
