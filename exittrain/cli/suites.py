@@ -82,7 +82,7 @@ def _of_drafters(folders: Sequence[str], overrides: Sequence[str], target: str, 
         settings = settings.model_copy(update={"tasks": ["everyday"]})
     model = TargetModel.from_pretrained(target, device="cuda" if torch.cuda.is_available() else "cpu")
     entrants = [
-        Entrant(name, partial(load_drafter, folder, model), folder=Path(folder))
+        Entrant(name, partial(load_drafter, folder, model), folder=Path(folder) if Path(folder).is_dir() else None)
         for name, folder in zip(distinct_names(list(folders)), folders, strict=True)
     ]
     renderer = ChatRenderer(model.tokenizer, model.eos_token_ids)
