@@ -5,7 +5,7 @@ Shapes: B rows, M = N+1 nodes with the root, D depth, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,18 +15,17 @@ from exittrain.decoding.clock import Clock, TimedSession
 from exittrain.decoding.result import Round
 from exittrain.decoding.row import Row
 from exittrain.drafters.base import Drafter
-from exittrain.law.exit_law import batch_exit_law, edge_logprobs
-from exittrain.law.sampling import Sampling, process_logits
+from exittrain.law.sampling import Sampling
 from exittrain.models.cache import TreeCache
 from exittrain.models.target import TargetModel
 from exittrain.tree.batch import TreeBatch
-from exittrain.tree.draft_tree import DraftTree
-from exittrain.verify.base import Verifier
+from exittrain.verify.base import Verifier, expected_block_lengths
+from exittrain.verify.registry import get_verifier
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What every round does. drafter None: plain decoding, a tree is its root alone."""
+    """What every round does. drafter None: plain decoding, a tree is its root alone and nothing is built."""
 
     target: TargetModel
     drafter: Drafter | None
@@ -66,15 +65,15 @@ class Batch:
         logits = self.plan.target.head(self._cache.score(draft.trees))
         self.clock.lap("score")
         verdict = self.plan.verifier.verify_batch(
-            draft.trees, logits, self.plan.sampling, [row.generator for row in self.rows]
+            draft.trees, logits, self.plan.sampling, self._generators(), draft.draft_rows
         )
         nodes, bonus = verdict.nodes.tolist(), verdict.bonus_tokens.tolist()
         self.clock.lap("verify")
-        coverage = None
+        expected: list[tuple[float, float]] | None = None
         if self.plan.record_coverage:
-            coverage = self._coverage(draft.trees, logits)
+            expected = self._expected(draft, logits)
             self.clock.skip()
-        return self._commit(draft, nodes, bonus, coverage)
+        return self._commit(draft, nodes, bonus, expected)
 
     def _draft(self) -> Draft:
         if self._state is None:
@@ -83,18 +82,27 @@ class Batch:
         self._state.extend([torch.tensor(tokens) for tokens in self._unread])
         session = TimedSession(self._state.session(self.plan.sampling), self.clock)
         self.clock.lap("draft")
-        draft = self.plan.builder(session, self.plan.shape)
+        draft = self.plan.builder(session, self.plan.shape, self._generators())
         room = [self.plan.max_positions - row.length for row in self.rows]
         if min(room) < draft.trees.max_depth:
             draft = cut_to_depth(draft, room)
         self.clock.lap("build")
         return draft
 
-    def _coverage(self, trees: TreeBatch, logits: Tensor) -> list[float]:
-        edges = edge_logprobs(trees, process_logits(logits, self.plan.sampling))
-        return batch_exit_law(trees, edges).coverage.tolist()
+    def _generators(self) -> list[torch.Generator]:
+        return [row.generator for row in self.rows]
 
-    def _commit(self, draft: Draft, nodes: list[int], bonus: list[int], coverage: list[float] | None) -> int:
+    def _expected(self, draft: Draft, logits: Tensor) -> list[tuple[float, float]]:
+        """(coverage, the verifier's own expected block length) of each tree, given the tree."""
+        trees, sampling = draft.trees, self.plan.sampling
+        ceiling = get_verifier("tev").exit_probabilities(trees, logits, sampling)  # the exit law: 1 + C, twins merged
+        exits = self.plan.verifier.exit_probabilities(trees, logits, sampling, draft.draft_rows)
+        coverage = (ceiling * trees.depths).sum(1).tolist()
+        return list(zip(coverage, expected_block_lengths(exits, trees).tolist(), strict=True))
+
+    def _commit(
+        self, draft: Draft, nodes: list[int], bonus: list[int], expected: list[tuple[float, float]] | None
+    ) -> int:
         trees = draft.trees
         parents, tokens, slots = torch.stack([trees.parents, trees.token_ids, draft.slots]).tolist()
         sizes = trees.valid.sum(1).tolist()
@@ -115,8 +123,8 @@ class Batch:
         self.clock.lap("commit")
         seconds = {stage: spent / len(rows) for stage, spent in self.clock.seconds.items()}
         for b, row in enumerate(rows):
-            covered = None if coverage is None else coverage[b]
-            row.rounds.append(Round(len(blocks[b]), used[b], sizes[b] - 1, covered, seconds))
+            coverage, length = (None, None) if expected is None else expected[b]
+            row.rounds.append(Round(len(blocks[b]), used[b], sizes[b] - 1, coverage, length, seconds))
         return sum(used)
 
     def _select(self, stay: list[int]) -> None:
@@ -144,16 +152,10 @@ def roots_only(roots: Tensor) -> Draft:
 
 
 def cut_to_depth(draft: Draft, limits: list[int]) -> Draft:
-    """The trees without the nodes deeper than each row's limit: what still fits before the last position."""
-    kept, slots = [], []
-    for tree, row, limit in zip(draft.trees.trees(), draft.slots.tolist(), limits, strict=True):
-        index = (tree.depths <= limit).nonzero().flatten()
-        place = torch.full((tree.num_nodes + 2,), -1)  # its last entry is where the root's parent, -1, is looked up
-        place[index] = torch.arange(len(index))
-        scores = None if tree.draft_logprobs is None else tree.draft_logprobs[index]
-        kept.append(DraftTree(tree.token_ids[index], place[tree.parents[index]], tree.drawn, scores))
-        slots.append([row[i] for i in index.tolist()])
-    trees = TreeBatch.from_trees(kept, draft.slots.device)
-    width = trees.token_ids.shape[1]
-    padded = [[*row, *[-1] * (width - len(row))] for row in slots]
-    return replace(draft, trees=trees, slots=torch.tensor(padded, device=draft.slots.device))
+    """The trees without the nodes deeper than each row's limit: what still fits before the last position.
+
+    A limit is known before the tree is drawn, so a sampled tree cut to it is still exactly sampled; the draft rows of
+    its new leaves are read by nobody.
+    """
+    deepest = torch.tensor(limits, device=draft.trees.depths.device)[:, None]
+    return draft.keep(draft.trees.depths <= deepest)[0]

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from exittrain.build.base import TreeShape
-from exittrain.build.registry import get_builder
+from exittrain.build.registry import drawn_by, get_builder
+from exittrain.build.static import rank_paths
 from exittrain.decoding.batch import Batch, Plan
 from exittrain.decoding.request import as_generators, as_prompts, check_prompts, refuse_history
 from exittrain.decoding.result import Decoded
@@ -45,10 +46,15 @@ def decode(
 
     prompt_ids: one prompt, a 1-D array-like of ids, gives one `Decoded`; several of any lengths, as a list or a 2-D
     array, give a list of them in order. A row's tokens depend on its own prompt and generator alone, never on its
-    neighbours. drafter None is plain decoding. temperature 0 takes the first argmax, whatever the verifier.
-    generator: one a prompt, or one for all (see `as_generators`).
-    budget, depth, width, branching: the tree's shape (`TreeShape`). eos_token_ids: None takes the target's own.
-    stop_strings end a row where one is completed in its text. record_coverage: also compute every round's coverage.
+    neighbours. drafter None is plain decoding: no tree is built, and every verifier is one draw of the next token.
+    temperature 0 takes the first argmax, whatever the verifier.
+    builder: "best_first", "beam", "static", with a verifier that is exact on any tree: "tev", "predraw", "residual", or
+    "greedy" (temperature 0 alone); "sampled_iid", "sampled_wor", with those or with one that needs the drafter's own
+    draws: "rrs" (i.i.d.), "rrs_wor" (without replacement), "traversal" (either), "block" (either, a chain).
+    budget, depth, width, branching: the tree's shape (`TreeShape`). generator: one a prompt, or one for all (see
+    `as_generators`); trees and verdicts are drawn from it. eos_token_ids: None takes the target's own. stop_strings
+    end a row where one is completed in its text. record_coverage: also compute what every round was to bring
+    (`Round.coverage`, `Round.expected_block_length`).
     synchronize: on CUDA, wait for the device at the end of every stage so that stage seconds are true.
 
     Raises InputError for an empty or over-long prompt, ids outside the vocabulary, a verifier or builder that cannot
@@ -115,10 +121,15 @@ def make_plan(
     refuse_history(target)
     if builder == "oracle":
         raise InputError("the oracle builder drafts with the target itself and serves nobody; choose another builder")
-    rule = get_verifier(verifier)
-    rule.check("top")
+    rule, drawn = get_verifier(verifier), drawn_by(builder)
     if rule.name == "greedy" and not sampling.greedy:
         raise InputError(f"the greedy verifier needs temperature 0, not {sampling.temperature}; use tev")
+    if drafter is None:
+        rule = get_verifier("tev")  # a root alone: every rule is one draw from its row, and this one reads nothing else
+    else:
+        rule.check(drawn)
+        if rule.name == "block" and any(map(any, rank_paths(shape))):  # a rank other than 0: a second child
+            raise InputError("the block verifier is made for chains; set branching='chain', or use traversal")
     limits = [target.max_positions] + ([] if drafter is None else [drafter.model.max_positions])
     return Plan(
         target, drafter, get_builder(builder), shape, rule, sampling, min(limits), record_coverage, synchronize

@@ -13,15 +13,18 @@ class Round:
 
     block_length: accepted tokens and the bonus, as the verifier decided; num_emitted: how many of them were used (fewer
     only in a last round, cut by an end token, a stop string or the token limit); num_nodes: drafted nodes of the tree,
-    root not counted; coverage: sum of the reach of the drafted nodes under the serving distribution, so that
-    1 + coverage is the expected block length of this very round (None unless asked for);
-    seconds: wall clock of each stage; a round of a batch is shared out evenly over its rows.
+    root not counted; seconds: wall clock of each stage; a round of a batch is shared out evenly over its rows.
+    coverage: sum of the reach of the drafted nodes under the serving distribution; 1 + coverage is what a fixed
+    verifier expects on this very tree. expected_block_length: what the verifier in use expects on it, bonus counted:
+    1 + coverage of a fixed one; a sampled one may exceed that, being exact over trees and verdicts together, not given
+    the tree. Both None unless asked for.
     """
 
     block_length: int
     num_emitted: int
     num_nodes: int
     coverage: float | None
+    expected_block_length: float | None
     seconds: dict[str, float]
 
     @property

@@ -12,6 +12,14 @@ from exittrain.models.target import TargetModel
 
 torch.set_num_threads(1)
 
+# Every pair of a builder that draws and a verifier exact for it, with a shape.
+FIXED = ("tev", "predraw", "residual")
+SAMPLED_PAIRS = [
+    ("sampled_iid", "rrs", "2-ary"), ("sampled_iid", "traversal", "2-ary"), ("sampled_iid", "block", "chain"),
+    ("sampled_wor", "rrs_wor", "2-ary"), ("sampled_wor", "traversal", "2-ary"), ("sampled_wor", "block", "chain"),
+]  # fmt: skip
+DRAWN_PAIRS = [(builder, name, "2-ary") for builder in ("sampled_iid", "sampled_wor") for name in FIXED] + SAMPLED_PAIRS
+
 
 def random_model(vocab_size=97, layers=3, seed=0, max_positions=256, hidden_size=32):
     """A random Llama, its weights enlarged until its context matters and its greedy text does not fall into a loop."""

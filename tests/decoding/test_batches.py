@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import SAMPLED_PAIRS
 
 from exittrain import Sampling, decode
 from exittrain.build.base import TreeShape
@@ -26,6 +27,23 @@ def test_a_batch_equals_each_alone(target, drafters, prompts, name, verifier):
         assert alone.token_ids == out.token_ids
         assert [r.block_length for r in alone.rounds] == [r.block_length for r in out.rounds]
         assert [r.coverage for r in alone.rounds] == pytest.approx([r.coverage for r in out.rounds], abs=1e-4)
+
+
+@pytest.mark.parametrize(("builder", "verifier", "branching"), SAMPLED_PAIRS)
+def test_a_sampled_batch_equals_each_alone(target, drafters, prompts, builder, verifier, branching):
+    settings = {
+        "builder": builder, "verifier": verifier, "branching": branching, "budget": 6, "top_p": 0.9,
+        "max_new_tokens": 14, "eos_token_ids": (), "record_coverage": True,
+    }  # fmt: skip
+    together = decode(target, drafters["near"], prompts, generator=seeds(len(prompts)), **settings)
+    if (builder, branching) == ("sampled_wor", "2-ary"):  # a nucleus of one token leaves no second child
+        assert len({one.num_nodes for out in together for one in out.rounds}) > 1
+    for out, prompt, one in zip(together, prompts, seeds(len(prompts)), strict=True):
+        alone = decode(target, drafters["near"], prompt, generator=one, **settings)
+        assert alone.token_ids == out.token_ids
+        assert [r.block_length for r in alone.rounds] == [r.block_length for r in out.rounds]
+        expected = [r.expected_block_length for r in out.rounds]
+        assert [r.expected_block_length for r in alone.rounds] == pytest.approx(expected, abs=1e-4)
 
 
 def test_rows_that_end_early_leave_the_others_alone(target, drafters, prompts):

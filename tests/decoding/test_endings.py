@@ -150,6 +150,37 @@ def test_user_mistakes_are_one_clear_line(target, prompt, settings, words):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"builder": "best_first", "verifier": "traversal"}, "exact only on trees drawn i.i.d. or without replacement"),
+        ({"builder": "beam", "verifier": "block"}, "exact only on trees drawn"),
+        ({"builder": "static", "verifier": "rrs"}, "exact only on trees drawn i.i.d."),
+        ({"builder": "sampled_wor", "verifier": "rrs"}, "drawn 'without_replacement'"),
+        ({"builder": "sampled_iid", "verifier": "rrs_wor"}, "drawn 'iid'"),
+        ({"builder": "sampled_iid", "verifier": "block", "branching": "2-ary"}, "made for chains"),
+        ({"builder": "sampled_wor", "verifier": "block", "branching": ((0,), (1,))}, "made for chains"),
+        ({"builder": "sampled_wor", "verifier": "greedy"}, "temperature 0"),
+    ],
+)
+def test_pairs_that_are_not_exact_are_refused_before_anything_runs(target, perfect, monkeypatch, settings, words):
+    monkeypatch.setattr(target, "hidden", None)
+    with pytest.raises(InputError, match=words) as caught:
+        decode(target, perfect, [1, 2], **settings)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("verifier", ["rrs", "rrs_wor", "traversal", "block", "residual"])
+def test_plain_decoding_takes_any_verifier(target, verifier):
+    """A root alone: whatever the verifier, one draw of the next token."""
+    plain, out = (
+        decode(target, None, [5, 6, 7], verifier=name, generator=torch.Generator().manual_seed(1), record_coverage=True)
+        for name in ("tev", verifier)
+    )
+    assert out.token_ids == plain.token_ids and len(set(out.token_ids)) > 3
+    assert all((r.block_length, r.coverage, r.expected_block_length) == (1, 0, 1) for r in out.rounds)
+
+
 @pytest.mark.parametrize(("name", "value"), [("repetition_penalty", 1.1), ("no_repeat_ngram_size", 3)])
 def test_a_distribution_that_changes_with_the_history_is_refused(name, value):
     target = as_target(random_model())

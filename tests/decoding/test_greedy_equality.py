@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from conftest import DRAWN_PAIRS
 
 from exittrain import TargetModel, decode
 from exittrain.drafters.layers import copy_layers
@@ -42,6 +43,21 @@ def test_every_drafter_and_builder(target, drafters, prompts, expected, name, bu
 def test_every_verifier(target, drafters, prompts, expected, verifier):
     outs = greedy(target, drafters["near"], prompts, verifier=verifier)
     assert [out.token_ids for out in outs] == expected
+
+
+@pytest.mark.parametrize(("builder", "verifier", "branching"), DRAWN_PAIRS)
+@pytest.mark.parametrize("name", ["random", "near"])
+def test_sampled_trees(target, drafters, prompts, expected, name, builder, verifier, branching):
+    """Drawn from the drafter's plain law, judged by the target's argmax alone."""
+    outs = greedy(
+        target, drafters[name], prompts, builder=builder, verifier=verifier, branching=branching, budget=6,
+        record_coverage=True,
+    )  # fmt: skip
+    assert [out.token_ids for out in outs] == expected
+    rounds = [one for out in outs for one in out.rounds]
+    assert all(one.expected_block_length == one.block_length <= 1 + one.coverage for one in rounds)
+    if builder == "sampled_wor" or verifier == "tev":  # of twins a sampled verifier follows one
+        assert all(one.block_length == 1 + one.coverage for one in rounds)
 
 
 @pytest.mark.parametrize(
