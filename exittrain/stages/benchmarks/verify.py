@@ -96,10 +96,10 @@ def measure_verify(settings: VerifySettings, devices: Sequence[str] = ("cpu",)) 
 
 
 def memory_bytes(nodes: int, vocab: int, batch: int) -> int:
-    """What a cell holds at its largest: logits and the drafter's rows of all cases, and probabilities with their draws
-    at every node of one of them in float32 (DDTree's way; the other rules need less)."""
+    """What a cell holds at its largest, rounded up: logits and the drafter's rows of all cases, and three float32 rows
+    a node of one of them (DDTree's probabilities and draws, or what a rule makes of the inner nodes)."""
     inner = len(set(tree_parents(nodes)[1:]))
-    return batch * vocab * (num_cases(batch) * (2 * (nodes + 1) + 4 * inner) + 8 * (nodes + 1))
+    return batch * vocab * (num_cases(batch) * (2 * (nodes + 1) + 4 * inner) + 12 * (nodes + 1))
 
 
 def measure_cell(cases: Sequence[VerifyCase], repeats: int, device: str = "cpu") -> VerifyCell:
