@@ -49,12 +49,15 @@ def log_weights(logits: Tensor, sampling: Sampling) -> Tensor:
     Float32 (float64 where the logits are). For callers that need one sum of their own over a row.
     """
     scores = logits if logits.dtype == torch.float64 else logits.float()
-    best, token = scores.max(dim=-1, keepdim=True)
+    best = scores.amax(dim=-1, keepdim=True)
     if not bool(torch.isfinite(best).all()):
         raise InputError("logits hold NaN or infinity (or a row with no token left): the model's output is unusable")
     if sampling.greedy:
+        token = scores.argmax(dim=-1, keepdim=True)  # the first of equals
         return torch.full_like(scores, -torch.inf).scatter(-1, token, 0.0)
-    scores = (scores - best) / sampling.temperature
+    scores = scores - best
+    if sampling.temperature != 1:
+        scores /= sampling.temperature
     if 0 < sampling.top_k < scores.shape[-1]:
         kth = scores.topk(sampling.top_k, dim=-1).values[..., -1:]
         scores = scores.masked_fill(scores < kth, -torch.inf)

@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from exittrain.law.probabilities import Rows
-from exittrain.law.sampling import Sampling, log_weights
+from exittrain.law.sampling import Sampling
 from exittrain.tree.batch import TreeBatch
 from exittrain.tree.draft_rows import DraftRows
 from exittrain.tree.draft_tree import DraftTree
@@ -21,7 +20,7 @@ from exittrain.verify.base import BatchVerdict, Generators
 from exittrain.verify.draws import Uniform, pick, pick_rows, uniforms
 from exittrain.verify.exits import Exit
 from exittrain.verify.fixed import FixedVerifier, RowReader
-from exittrain.verify.fixed_batch import fixed_exits
+from exittrain.verify.fixed_batch import fixed_exits, rows_left
 
 
 class Tev(FixedVerifier):
@@ -53,13 +52,8 @@ class Tev(FixedVerifier):
         draws = uniforms(len(trees), generators, sampling).to(target_logits.device)
         law = fixed_exits(trees, target_logits, sampling)
         exits = pick_rows(law.exits, draws[:, 0])
-        at = torch.arange(len(trees), device=exits.device)
-        nodes, row = law.kept[at, exits], law.row_of[at, exits]
-        leaf = (row < 0).nonzero().flatten()
-        chosen = law.rows[row]  # children already taken out
-        chosen[leaf] = log_weights(target_logits[leaf, nodes[leaf]], sampling).to(chosen.dtype)
-        weights = (chosen - chosen.amax(-1, keepdim=True)).exp().double()
-        return BatchVerdict(nodes, pick_rows(weights, draws[:, 1]))
+        bonus = pick_rows(rows_left(law, exits, target_logits, sampling), draws[:, 1])
+        return BatchVerdict(law.kept.gather(1, exits[:, None])[:, 0], bonus)
 
 
 def _node_terms(tree: DraftTree, rows: Rows) -> tuple[Rows, Rows, Rows]:
