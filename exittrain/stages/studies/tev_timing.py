@@ -77,9 +77,9 @@ def time_verifiers(
         TimingResult, parts, lambda: _measure(bench, settings, drafter, some, source, Sampling(temperature))
     )
     return [
-        _rule_time(rule, int(part), temperature, times, result.sequence_ids, bench.bootstrap)
-        for part, times in result.milliseconds.items()
-        for rule in times
+        _rule_time(rule, int(part), temperature, result.milliseconds[part], result.sequence_ids, bench.bootstrap)
+        for part in source.parts
+        for rule in (DDTREE, *settings.verifiers)
     ]
 
 

@@ -146,13 +146,15 @@ def point_of(law: LawResult, shape: Shape, part: str, temperature: float, bootst
 
 
 def steps_of(law: LawResult, shape: Shape, bootstrap: iv.Bootstrap) -> list[Step]:
-    """What each step to the next depth adds to the gain."""
+    """What each step to the next depth adds to the gain, and all of them together where there are several."""
+    depths = sorted(map(int, law.expected))
+    pairs = list(pairwise(depths)) + ([(depths[0], depths[-1])] if len(depths) > 2 else [])
     steps = []
-    for shallow, deep in pairwise(law.expected):
-        new, old = sums_of(law, deep), sums_of(law, shallow)
+    for shallow, deep in pairs:
+        new, old = sums_of(law, str(deep)), sums_of(law, str(shallow))
         columns = (new.traversal, new.token_level, old.traversal, old.token_level)
         increase = Interval.of(bootstrap(increase_of_gain, *columns))
-        steps.append(Step(shape=shape, shallow=int(shallow), deep=int(deep), increase=increase))
+        steps.append(Step(shape=shape, shallow=shallow, deep=deep, increase=increase))
     return steps
 
 

@@ -80,7 +80,7 @@ def pair_table(points: Sequence[Point], figures: TraversalFigures) -> Table:
     """Temperature 1, beside every published pair of models."""
     return Table(
         f"Beside the published pairs of models, temperature 1, depth {PAPER_DEPTH}",
-        "Token level / traversal, gain. The smaller and weaker the drafter, the more there is to gain.",
+        "Token level / traversal, gain.",
         ("trees", "this run", *figures.depth_5),
         tuple(
             (
@@ -109,7 +109,7 @@ def at_paper_depth(points: Sequence[Point]) -> list[Point]:
 
 
 def summary_lines(points: Sequence[Point], steps: Sequence[Step], temperature: float) -> list[str]:
-    """One sentence a shape on its gains, and one on their growth."""
+    """One sentence a shape on its gains, and one on their growth. steps: as `steps_of` gives them, the widest last."""
     lines = []
     for shape, name in SHAPES.items():
         own = [point for point in points if point.shape == shape]
@@ -118,10 +118,12 @@ def summary_lines(points: Sequence[Point], steps: Sequence[Step], temperature: f
         tail = f"not above zero with its interval: {', '.join(low)}" if low else "every interval above zero"
         lines.append(f"{name}, temperature {temperature:g}: gain of traversal over token level {gains}; {tail}.")
     for shape in dict.fromkeys(step.shape for step in steps):
-        of_shape = [step for step in steps if step.shape == shape]
-        flat = [f"{s.shallow} to {s.deep} ({s.increase.verdict})" for s in of_shape if s.increase.verdict != ABOVE]
-        tail = f"except from depth {', '.join(flat)}" if flat else "every step's interval above zero"
-        lines.append(f"{SHAPES[shape]}, temperature {temperature:g}: the gain grows with depth, {tail}.")
+        *single, whole = (step for step in steps if step.shape == shape)
+        flat = [f"{s.shallow} to {s.deep} ({s.increase.verdict})" for s in single if s.increase.verdict != ABOVE]
+        tail = f"; not every step is above zero with its interval: {', '.join(flat)}" if flat else ""
+        tail = "; so is every step's" if single and not flat else tail
+        change = f"from depth {whole.shallow} to {whole.deep} the gain changes by {signed(whole.increase, ' points')}"
+        lines.append(f"{SHAPES[shape]}, temperature {temperature:g}: {change}{tail}.")
     return lines
 
 
@@ -130,12 +132,13 @@ def gain_plot(points: Sequence[Point], figures: TraversalFigures, temperature: f
     with figure(6.6, 3.9) as (made, axes):
         axis = axes[0]
         axis.axhline(0, color=INK, linewidth=1)
-        for (shape, name), colour in zip(SHAPES.items(), PALETTE, strict=False):
-            own = [point for point in points if point.shape == shape]
-            axis.plot([p.depth for p in own], [p.gain.value for p in own], "o-", color=colour, markersize=5, label=name)
-            for point in own:
+        for index, (shape, name) in enumerate(SHAPES.items()):
+            own, colour = [point for point in points if point.shape == shape], PALETTE[index]
+            places = [p.depth + 0.08 * (index - 1) for p in own]  # beside each other, or intervals hide intervals
+            axis.plot(places, [p.gain.value for p in own], "o-", color=colour, markersize=5, label=name)
+            for place, point in zip(places, own, strict=True):
                 if point.gain.low is not None and point.gain.high is not None:
-                    axis.plot([point.depth] * 2, [point.gain.low, point.gain.high], color=colour, linewidth=1.8)
+                    axis.plot([place] * 2, [point.gain.low, point.gain.high], color=colour, linewidth=1.8)
             known = {} if temperature != 1 else figures.depths.get(shape, {})
             if known:
                 gains = [pair.gain for pair in known.values()]

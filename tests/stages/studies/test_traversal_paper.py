@@ -106,7 +106,7 @@ def test_the_published_figures_stand_beside(folder):
     assert "disagree" in text and "per item" in text and "Llama-68M" in text  # what differs is said
     assert "published" in (folder / "gain-by-depth.svg").read_text()
     results = json.loads((folder / "study.json").read_text())["results"]
-    assert results["drafter"] == "exit" and [s["deep"] for s in results["steps"]] == [2, 4, 3]
+    assert results["drafter"] == "exit" and [s["deep"] for s in results["steps"]] == [2, 4, 4, 3]
 
 
 def test_a_killed_study_goes_on_and_gives_the_same_bytes(target, entrants, folder, tmp_path, monkeypatch):
@@ -156,9 +156,11 @@ def test_pairing_removes_what_both_rules_share():
     assert (point.gain.low, point.gain.value, point.gain.high) == pytest.approx((3, 3, 3), abs=1e-6)
     assert point.token_level.expected.high - point.token_level.expected.low > 0.1
     assert point.traversal.verdicts is None and point.traversal.agrees is None
-    up, down = steps_of(law({"2": 1.0, "4": 3.0, "6": 2.5}), "chain", BOOT)
-    assert (up.shallow, up.deep, down.deep) == (2, 4, 6)
-    assert (up.increase.low, down.increase.high) == pytest.approx((2.0, -0.5), abs=1e-6)
+    up, down, whole = steps_of(law({"10": 2.5, "2": 1.0, "4": 3.0}), "chain", BOOT)  # as a stored cell orders them
+    assert [(s.shallow, s.deep) for s in (up, down, whole)] == [(2, 4), (4, 10), (2, 10)]
+    assert [s.increase.low for s in (up, down, whole)] == pytest.approx([2.0, -0.5, 1.5], abs=1e-6)
+    (only,) = steps_of(law({"2": 1.0, "4": 3.0}), "chain", BOOT)
+    assert (only.shallow, only.deep) == (2, 4)
     assert increase_of_gain(*(np.array([x]) for x in (2.2, 2.0, 1.01, 1.0))) == pytest.approx(9.0)
 
 
@@ -173,15 +175,21 @@ def test_sentences_say_what_holds_and_what_does_not():
     above, holds = Interval(value=2, low=1, high=3), Interval(value=0.1, low=-1, high=1)
     rows = [made_up(2, holds), made_up(4, above), made_up(2, above, "binary"), made_up(5, above, "eagle")]
     steps = [
-        Step(shape="chain", shallow=2, deep=4, increase=above),
-        Step(shape="binary", shallow=2, deep=3, increase=holds),
-    ]
+        Step(shape=shape, shallow=shallow, deep=deep, increase=increase)
+        for shape, shallow, deep, increase in (
+            ("chain", 2, 4, above), ("chain", 4, 6, holds), ("chain", 2, 6, above),
+            ("binary", 2, 3, above), ("binary", 3, 4, above), ("binary", 2, 4, above),
+        )
+    ]  # fmt: skip
     chain, binary, _, chain_growth, binary_growth = summary_lines(rows, steps, 1.0)
     assert "+0.10 % at depth 2, +2.00 % at depth 4" in chain
     assert chain.endswith("not above zero with its interval: depth 2 (interval holds zero).")
     assert binary.endswith("every interval above zero.")
-    assert chain_growth == "chain, temperature 1: the gain grows with depth, every step's interval above zero."
-    assert binary_growth.endswith("except from depth 2 to 3 (interval holds zero).")
+    assert "from depth 2 to 6 the gain changes by +2.00 points [+1.00, +3.00] above zero" in chain_growth
+    assert chain_growth.endswith("not every step is above zero with its interval: 4 to 6 (interval holds zero).")
+    assert binary_growth.endswith("above zero; so is every step's.")
+    (alone,) = summary_lines(rows, steps[:1], 1.0)[3:]
+    assert alone.endswith("the gain changes by +2.00 points [+1.00, +3.00] above zero.")
 
 
 def test_published_figures_are_only_beside_their_own_temperature_and_depth():
