@@ -10,6 +10,7 @@ import torch
 from exittrain.build.base import TreeShape
 from exittrain.build.registry import drawn_by, get_builder
 from exittrain.build.static import rank_paths
+from exittrain.decoding.auto import AUTO, choose_auto
 from exittrain.decoding.batch import Batch, Plan
 from exittrain.decoding.request import as_generators, as_prompts, check_prompts, refuse_history
 from exittrain.decoding.result import Decoded
@@ -51,6 +52,8 @@ def decode(
     builder: "best_first", "beam", "static", with a verifier that is exact on any tree: "tev", "predraw", "residual", or
     "greedy" (temperature 0 alone); "sampled_iid", "sampled_wor", with those or with one that needs the drafter's own
     draws: "rrs" (i.i.d.), "rrs_wor" (without replacement), "traversal" (either), "block" (either, a chain).
+    verifier "auto": builder, shape and verifier are those of the drafter's calibration for this temperature, among
+    trees of at most `budget` nodes; builder, depth, width and branching given here are then ignored (`choose_auto`).
     budget, depth, width, branching: the tree's shape (`TreeShape`). generator: one a prompt, or one for all (see
     `as_generators`); trees and verdicts are drawn from it. eos_token_ids: None takes the target's own. stop_strings
     end a row where one is completed in its text. record_coverage: also compute what every round was to bring
@@ -58,11 +61,15 @@ def decode(
     synchronize: on CUDA, wait for the device at the end of every stage so that stage seconds are true.
 
     Raises InputError for an empty or over-long prompt, ids outside the vocabulary, a verifier or builder that cannot
-    serve, stop strings without a tokenizer, and a generation config that changes with the history.
+    serve, "auto" without a calibration that holds, stop strings without a tokenizer, and a generation config that
+    changes with the history.
     """
     prompts, single = as_prompts(prompt_ids)
     sampling = Sampling(temperature, top_k, top_p)
     shape = TreeShape(budget, depth, width, branching)
+    if verifier == AUTO:
+        choice = choose_auto(target, drafter, sampling, budget)
+        builder, shape, verifier = choice.builder, choice.shape, choice.verifier
     plan = make_plan(target, drafter, builder, shape, verifier, sampling, record_coverage, synchronize)
     generators = as_generators(generator, len(prompts))
     rows = _make_rows(plan, prompts, generators, max_new_tokens, eos_token_ids, stop_strings)

@@ -89,7 +89,7 @@ def test_refusals_are_one_line_with_the_remedy(target, drafters, calibrated, pro
 
 def test_trained_weights_are_other_weights(target, drafters, calibrated) -> None:
     drafter = Drafter(calibrated.model, calibration=calibrated.calibration)
-    weight = next(iter(drafter.model.module.parameters()))
+    weight = next(drafter.trainable_parameters())  # not the embeddings, which are the target's own
     before = weight.detach().clone()
     try:
         with torch.no_grad():
