@@ -30,7 +30,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
         raise InputError(f"cannot read {file}: {reason}") from None
-    tree = _parse(text, str(file))
+    tree = parse_yaml(text, str(file))
     if not isinstance(tree, dict):
         raise InputError(f"{file} is no recipe: a mapping of sections is expected")
     if Path(path).is_dir():
@@ -86,30 +86,30 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         else:
             raise InputError(f"override {override!r}: {'.'.join(keys[:depth])} holds a value, not a section")
         if last:
-            node[slot] = _parse(text, f"override {override!r}")
+            node[slot] = parse_yaml(text, f"override {override!r}")
         else:
             if isinstance(node, dict) and node.get(key) is None:
                 node[key] = {}
             node = node[slot]
 
 
-def describe(error: ValidationError) -> str:
-    """The first validation error as one line, unknown keys first: a typo also leaves its true key missing."""
+def describe(error: ValidationError, root: type[BaseModel] = Recipe) -> str:
+    """The first error of validating a `root` as one line, unknown keys first: a typo leaves its key missing too."""
     problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     problem = problems[0]
     where = [part for part in problem["loc"] if not _is_branch(part)]
     dotted = ".".join(map(str, where))
     if problem["type"] == "extra_forbidden":
-        return f"unknown key {dotted!r}{nearest(str(where[-1]), known_keys(where[:-1]))}"
+        return f"unknown key {dotted!r}{nearest(str(where[-1]), known_keys(where[:-1], root))}"
     if problem["type"] == "missing":
         return f"{dotted!r} is missing"
     given = f"{problem['input']!r}" if not isinstance(problem["input"], (dict, list)) else "what it holds"
     return f"{dotted!r} cannot be {given}: {problem['msg'][:1].lower()}{problem['msg'][1:]}"
 
 
-def known_keys(where: Sequence[str | int]) -> list[str]:
-    """The keys the section at a dotted place accepts."""
-    annotation: Any = Recipe
+def known_keys(where: Sequence[str | int], root: type[BaseModel] = Recipe) -> list[str]:
+    """The keys the section at a dotted place of a `root` accepts."""
+    annotation: Any = root
     for part in where:
         section = _section_of(annotation)
         if section is not None and part in section.model_fields:
@@ -152,7 +152,12 @@ def _is_branch(part: str | int) -> bool:
 _BRANCHES = ("int", "str", "float", "bool", "constrained-int", "constrained-float")
 
 
-def _parse(text: str, origin: str) -> Any:
+def parse_yaml(text: str, origin: str) -> Any:
+    """YAML 1.2 values; `origin` is named in errors.
+
+    Raises:
+        InputError: no YAML, or a key given twice in one mapping; the line is named.
+    """
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
@@ -164,7 +169,7 @@ def _parse(text: str, origin: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 floats (`1e-4` is a number) and no silent overwriting of a repeated key."""
+    """YAML 1.2 numbers (`1e-4` is one, `2:30:00` is a time) and no silent overwriting of a repeated key."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -179,4 +184,7 @@ class _Loader(yaml.SafeLoader):
 
 
 _EXPONENT = re.compile(r"^[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$")
+_SEXAGESIMAL = re.compile(r"^[-+]?[0-9]+(?::[0-5]?[0-9])+(?:\.[0-9]*)?$")
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789."))
+for _first in "-+0123456789":  # asked before the resolver that reads minutes and seconds as one whole number
+    _Loader.yaml_implicit_resolvers[_first].insert(0, ("tag:yaml.org,2002:str", _SEXAGESIMAL))

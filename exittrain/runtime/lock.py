@@ -38,3 +38,20 @@ def hold(folder: str | Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def is_held(folder: str | Path) -> bool:
+    """Some process, perhaps this one, owns `folder`; False where that cannot be told."""
+    try:
+        descriptor = os.open(Path(folder) / ".lock", os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False

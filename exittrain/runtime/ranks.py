@@ -1,7 +1,7 @@
 """Which process this is. Without a launcher there is one rank, 0 of 1, and nothing here touches torch.distributed.
 
-A launcher (`deepspeed`, `torchrun`) is known by RANK, LOCAL_RANK and WORLD_SIZE, which it sets for its own children;
-SLURM's variables are not looked at, since an interactive allocation sets them for a single process too.
+A launcher (`deepspeed`, `torchrun`) is known by RANK, LOCAL_RANK and WORLD_SIZE, which it sets for its own children,
+and `srun` by the variables it sets for its tasks (runtime/slurm.py); those of an allocation alone make no ranks.
 """
 
 from __future__ import annotations
@@ -10,15 +10,19 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from exittrain.errors import InputError
+from exittrain.runtime import slurm
+from exittrain.runtime.slurm import Place
 
 Answer = TypeVar("Answer")
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+ALONE = Place(0, 0, 1)
 
 
 _alone = False
@@ -43,38 +47,68 @@ def rank() -> int:
     """This process's number among all, also before they have joined; 0 when alone."""
     if is_distributed():
         return dist.get_rank()
-    return int(os.environ["RANK"]) if _launched() else 0
+    return _place().rank
+
+
+def local_rank() -> int:
+    """This process's number among those of its node; 0 when alone."""
+    return _place().local_rank
 
 
 def world_size() -> int:
     """How many processes take part."""
     if is_distributed():
         return dist.get_world_size()
-    return int(os.environ["WORLD_SIZE"]) if _launched() else 1
+    return _place().world_size
 
 
-def _launched() -> bool:
-    return not _alone and all(os.environ.get(name, "").isdigit() for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+def _place() -> Place:
+    """Where a launcher, or else srun, has put this process."""
+    if _alone:
+        return ALONE
+    values = [os.environ.get(name, "") for name in LAUNCHER[:3]]
+    if all(value.isdigit() for value in values):
+        return Place(*map(int, values))
+    return slurm.srun_place(os.environ) or ALONE
 
 
-def setup(device: torch.device) -> None:
-    """Join the launcher's other processes; nothing to do when alone. Safe to call again.
+def setup(device: torch.device, meeting: Path) -> None:
+    """Join the other processes of a launcher or of srun; nothing to do when alone. Safe to call again.
 
-    The timeout is long because ranks also wait here while the main one does what one process does best.
+    `meeting`: a folder that all see, where tasks of srun find each other when MASTER_ADDR and MASTER_PORT do not say.
 
     Raises:
-        InputError: a launcher's variables are there only in part.
+        InputError: a launcher's variables are there only in part, tasks of srun do not find each other, or both have
+            started several processes.
     """
+    slurm.refuse_double_launch(os.environ)
     given = [name for name in LAUNCHER if os.environ.get(name)]
-    if is_distributed() or not {"RANK", "WORLD_SIZE"}.intersection(given):
+    place = slurm.srun_place(os.environ)
+    if is_distributed():
         return
-    missing = [name for name in LAUNCHER if name not in given]
-    if missing or not _launched():
-        what = f"without {', '.join(missing)}" if missing else "but are no whole numbers"
-        raise InputError(f"{', '.join(given)} are set {what}: start with a launcher, or unset them")
+    if {"RANK", "WORLD_SIZE"}.intersection(given):
+        missing = [name for name in LAUNCHER if name not in given]
+        if missing or not all(os.environ[name].isdigit() for name in LAUNCHER[:3]):
+            what = f"without {', '.join(missing)}" if missing else "but are no whole numbers"
+            raise InputError(f"{', '.join(given)} are set {what}: start with a launcher, or unset them")
+        _join(device)
+    elif place is not None:
+        local = device.index or 0 if device.type == "cuda" else place.local_rank
+        store = None if {"MASTER_ADDR", "MASTER_PORT"}.issubset(given) else slurm.meet(meeting, place, os.environ)
+        numbers = map(str, (place.rank, local, place.world_size))
+        os.environ.update(zip(LAUNCHER[:3], numbers, strict=True))  # for the libraries that look there
+        _join(device, store, place)
+
+
+def _join(device: torch.device, store: Any = None, place: Place = ALONE) -> None:
+    """The timeout is long because ranks also wait here while the main one does what one process does best."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=12))
+    backend, timeout = "nccl" if device.type == "cuda" else "gloo", timedelta(hours=12)
+    if store is None:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
 
 
 def is_main() -> bool:

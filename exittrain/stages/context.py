@@ -20,7 +20,7 @@ from exittrain.records.files import sha256
 from exittrain.records.run_folder import RunFolder
 from exittrain.records.schema import CODE_VERSION, SCHEMA_VERSION
 from exittrain.records.share import ROOTS, share_path
-from exittrain.runtime.ranks import is_main
+from exittrain.runtime.ranks import is_main, local_rank
 from exittrain.runtime.signals import StopFlag
 from exittrain.runtime.tracker import Tracker
 
@@ -64,10 +64,14 @@ class StageContext:
 
     @property
     def device(self) -> torch.device:
-        """This process's CUDA device when there is one, else the CPU. EXITTRAIN_DEVICE overrules."""
+        """This process's CUDA device when there is one, else the CPU. EXITTRAIN_DEVICE overrules.
+
+        A launcher may show each process all of a node's devices, or its own alone.
+        """
         import torch
 
-        default = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+        index = local_rank() if torch.cuda.device_count() > 1 else 0
+        default = f"cuda:{index}" if torch.cuda.is_available() else "cpu"
         return torch.device(os.environ.get("EXITTRAIN_DEVICE", default))
 
     def target(self) -> TargetModel:

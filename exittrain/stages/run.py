@@ -57,7 +57,7 @@ def run_stages(context: StageContext, names: Sequence[str]) -> None:
         InputError: as `run_all`; also a stage the recipe has not, or one whose upstream stages are not done.
         Interrupted: a signal came and the state is saved.
     """
-    ranks.setup(context.device)
+    ranks.setup(context.device, context.run.path)
     _check(context, names)
     check_sources(context, names)
     if not ranks.is_main():
@@ -90,6 +90,8 @@ def _check(context: StageContext, names: Sequence[str]) -> None:
 
 def _each(context: StageContext, names: Sequence[str]) -> None:
     for name in names:
+        if ranks.any_rank(context.stop.is_set):  # one rank's signal is everyone's
+            context.stop.set(context.stop.name or "a signal to another rank")
         context.stop.raise_if_set()
         run_stage(context, name)
 

@@ -71,14 +71,14 @@ def test_only_a_launchers_variables_count(monkeypatch: pytest.MonkeyPatch) -> No
     assert (ranks.rank(), ranks.world_size(), ranks.is_main()) == (2, 4, False)
 
 
-def test_half_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_a_launcher_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks.dist, "is_initialized", lambda: False)  # an earlier test may have trained
     for name in ranks.LAUNCHER:
         monkeypatch.delenv(name, raising=False)
-    ranks.setup(torch.device("cpu"))
+    ranks.setup(torch.device("cpu"), tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(InputError, match="WORLD_SIZE are set without RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"):
-        ranks.setup(torch.device("cpu"))
+        ranks.setup(torch.device("cpu"), tmp_path)
 
 
 def test_two_ranks_agree_and_differing_keys_are_an_error(tmp_path: Path) -> None:

@@ -1,0 +1,141 @@
+"""A run as a chain of SLURM jobs, one a stage, each after the one before it has ended well.
+
+Nothing is half submitted: the first job is held until all of the chain are in the queue and written down, and what
+SLURM took is cancelled when it refuses the rest. A stage that several jobs could share is still one job; the place for
+an array is `stage_jobs`, which may give a stage more than one script.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from exittrain.errors import InputError
+from exittrain.records.files import write_text
+from exittrain.runtime.lock import hold
+from exittrain.stages.context import StageContext, say
+from exittrain.stages.plan import check_disk
+from exittrain.stages.run import wanted
+from exittrain.stages.sources import check_sources
+from exittrain.stages.submit import commands
+from exittrain.stages.submit.profile import DEFAULT, VERBS, Profile, Verb, build_profile, load_profile
+from exittrain.stages.submit.record import FILE, Job, Record, read_record
+from exittrain.stages.submit.script import log_folder, render, script_folder
+
+
+@dataclass(frozen=True)
+class StageJob:
+    """A job to be: its script's text, and the file it goes to, relative to the run folder."""
+
+    stage: Verb
+    name: str
+    script: str
+    text: str
+
+
+def chosen_profile(name: str | None, overrides: Sequence[str], run: Path) -> Profile:
+    """The profile that is asked for; without a name the one of the run's last submission, or the default.
+
+    Raises:
+        InputError: as `load_profile`.
+    """
+    before = read_record(run) if name is None else None
+    if before is None:
+        return load_profile(name or DEFAULT, overrides)
+    return build_profile(before.profile, overrides, f"the profile in {script_folder(run) / FILE}")
+
+
+def stage_jobs(context: StageContext, profile: Profile) -> list[StageJob]:
+    """The jobs of all stages that are not done under the recipe, in order.
+
+    Raises:
+        InputError: resources that do not fit a stage, or what the recipe names cannot be had.
+    """
+    names = wanted(context)
+    check_sources(context, names)
+    run, todo = context.run, [name for name in names if not context.run.is_done(name, context.stage_key(name))]
+    folder, path = Path.cwd(), run.path.resolve()
+    jobs = []
+    for verb in VERBS:
+        text = render(profile, verb, context.recipe.name, path, folder) if verb in names else ""
+        if verb in todo or (verb == "data" and "target" in todo):
+            jobs.append(StageJob(verb, f"{context.recipe.name}-{verb}", f"slurm/{verb}.sbatch", text))
+    return jobs
+
+
+def plan_text(jobs: Sequence[StageJob], run: Path) -> str:
+    """The scripts and the commands that would submit them."""
+    parts = []
+    for i, job in enumerate(jobs):
+        after = f" --dependency=afterok:ID_OF_{jobs[i - 1].stage.upper()} --kill-on-invalid-dep=yes" if i else ""
+        file = shlex.quote(str(run.resolve() / job.script))
+        parts.append(f"# ---- sbatch{after} {file}\n{job.text}")
+    return "\n".join(parts)
+
+
+def submit(context: StageContext, profile: Profile) -> list[Job]:
+    """Write the scripts of what is left to do and hand them to SLURM; returns the jobs, none when all is done.
+
+    Raises:
+        InputError: as `stage_jobs`; too little disk, a run folder in use, a chain of it in the queue, no SLURM, or a
+            job that SLURM refuses. Nothing is in the queue then.
+    """
+    jobs, run = stage_jobs(context, profile), context.run.path.resolve()
+    if not jobs:
+        return []
+    if not commands.has_slurm():
+        raise InputError("sbatch is not on PATH, so nothing can be submitted here: --plan prints the scripts")
+    check_disk(context.recipe, run)
+    keys = {name: context.stage_key(name) for name in wanted(context)}
+    with hold(run):
+        _refuse_a_live_chain(run)
+        log_folder(run).mkdir(parents=True, exist_ok=True)
+        for job in jobs:
+            write_text(run / job.script, job.text)
+        record = _submit_all(jobs, run, Record(keys, profile.model_dump(mode="json")))
+        context.run.write_recipe(context.recipe)
+    commands.release(record.jobs[0].job_id)  # not before the lock is free: the job takes it
+    return list(record.jobs)
+
+
+def _refuse_a_live_chain(run: Path) -> None:
+    """Raises:
+    InputError: jobs of an earlier submission wait or run; two chains would meet in one folder.
+    """
+    before = read_record(run)
+    live = [job for job in before.jobs if _is_live(job)] if before else []
+    if live:
+        ids = " ".join(job.job_id for job in live)
+        stages = ", ".join(job.stage for job in live)
+        raise InputError(
+            f"{run} is in the queue ({stages}): `exittrain status` shows it, `scancel {ids}` ends it; submit again then"
+        )
+
+
+def _is_live(job: Job) -> bool:
+    state = commands.job_state(job.job_id)
+    return state is not None and state.is_live and state.name == job.name
+
+
+def _submit_all(jobs: Sequence[StageJob], run: Path, record: Record) -> Record:
+    """Each job after the one before it, the first held. All or none."""
+    before = read_record(run)
+    taken: list[Job] = []
+    try:
+        for job in jobs:
+            after = taken[-1].job_id if taken else None
+            taken.append(Job(job.stage, commands.sbatch(run / job.script, after, after is None), job.name, job.script))
+            record = Record(record.keys, record.profile, tuple(taken))
+            record.write(run)
+        return record
+    except BaseException:  # also an interrupt from the keyboard
+        complaint = commands.cancel([job.job_id for job in taken])
+        if complaint:
+            say(f"jobs {' '.join(job.job_id for job in taken)} could not be cancelled ({complaint})")
+        elif before is not None:
+            before.write(run)
+        elif taken:
+            (script_folder(run) / FILE).unlink(missing_ok=True)
+        raise
