@@ -5,15 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor
-
 from exittrain.law.probabilities import Rows
-from exittrain.law.sampling import Sampling
-from exittrain.tree.batch import TreeBatch
-from exittrain.tree.draft_rows import DraftRows
 from exittrain.tree.draft_tree import DraftTree
 from exittrain.verify.exits import Exit, children_of
-from exittrain.verify.rejections import try_children, walked_exits
+from exittrain.verify.rejections import Floats, Tries, walked_exits
 from exittrain.verify.sampled import SampledVerifier, acceptance, rejected
 
 
@@ -22,6 +17,7 @@ class Rrs(SampledVerifier):
 
     name = "rrs"
     drawn = ("iid",)
+    inherited = False
 
     def exits(self, tree: DraftTree, target_rows: Rows, draft_rows: Rows) -> Iterator[Exit]:
         tokens, children = tree.token_ids.tolist(), children_of(tree)
@@ -34,8 +30,5 @@ class Rrs(SampledVerifier):
                 _, target, draft = rejected(1, target, draft, tokens[child], tree.drawn)
             yield Exit(node, waiting, target)
 
-    def batch_exits(
-        self, trees: TreeBatch, target_logits: Tensor, sampling: Sampling, draft_rows: DraftRows
-    ) -> tuple[Tensor, Tensor]:
-        tries = try_children(trees, target_logits, sampling, draft_rows, inherited=False)
-        return walked_exits(trees, tries), tries.cut.view_as(trees.parents)
+    def exits_of(self, tries: Tries, width: int) -> Floats:
+        return walked_exits(tries, width)

@@ -24,6 +24,7 @@ from exittrain.tree.draft_tree import DraftTree
 from exittrain.verify.base import BatchVerdict, Generators, Verdict
 from exittrain.verify.draws import pick, pick_rows, uniform_from, uniforms
 from exittrain.verify.exits import Exit, ExitRule
+from exittrain.verify.rejections import Floats, Tries, try_children
 
 # How a tree may be drawn: in words, and the builder that draws so.
 WAYS_OF_DRAWING = {"iid": ("i.i.d.", "sampled_iid"), "without_replacement": ("without replacement", "sampled_wor")}
@@ -33,17 +34,25 @@ class SampledVerifier(ExitRule):
     """Exact on average over trees drawn in one of the ways in `drawn`, and biased on any other: those are refused."""
 
     drawn: tuple[str, ...]
+    inherited: bool  # a node's acc is its own acceptance (leaf to root), or 1 (root to leaf)
 
     @abstractmethod
     def exits(self, tree: DraftTree, target_rows: Rows, draft_rows: Rows) -> Iterator[Exit]:
         """Every exit, those of no probability included or not. Rows of leaves in draft_rows are zeros."""
 
     @abstractmethod
+    def exits_of(self, tries: Tries, width: int) -> Floats:
+        """[B * width] exits of trees side by side from what became of each child's try."""
+
     def batch_exits(
         self, trees: TreeBatch, target_logits: Tensor, sampling: Sampling, draft_rows: DraftRows
     ) -> tuple[Tensor, Tensor]:
         """(exits, cut), both [B, M] float64: left at v, the bonus has the law [w - cut d]+, normalised, where w is v's
         target row (`law.sampling.log_weights`, exp) and d its row of draft_rows.probs; a leaf's cut is 0."""
+        shape, device = trees.parents.shape, target_logits.device
+        tries = try_children(trees, target_logits, sampling, draft_rows, self.inherited)
+        exits = torch.from_numpy(self.exits_of(tries, shape[1]))
+        return exits.view(shape).to(device), torch.from_numpy(tries.cut).view(shape).to(device)
 
     def check(self, drawn: str | None) -> None:
         super().check(drawn)

@@ -5,15 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor
-
 from exittrain.law.probabilities import Rows
-from exittrain.law.sampling import Sampling
-from exittrain.tree.batch import TreeBatch
-from exittrain.tree.draft_rows import DraftRows
 from exittrain.tree.draft_tree import DraftTree
 from exittrain.verify.exits import Exit, children_of
-from exittrain.verify.rejections import traversed_exits, try_children
+from exittrain.verify.rejections import Floats, Tries, traversed_exits
 from exittrain.verify.sampled import SampledVerifier, acceptance, rejected
 
 
@@ -22,6 +17,7 @@ class Traversal(SampledVerifier):
 
     name = "traversal"
     drawn = ("iid", "without_replacement")
+    inherited = True
 
     def exits(self, tree: DraftTree, target_rows: Rows, draft_rows: Rows) -> Iterator[Exit]:
         parents, tokens, live = tree.parents.tolist(), tree.token_ids.tolist(), children_of(tree)
@@ -54,8 +50,5 @@ class Traversal(SampledVerifier):
             acc[0] = 1
             accept_below(above)
 
-    def batch_exits(
-        self, trees: TreeBatch, target_logits: Tensor, sampling: Sampling, draft_rows: DraftRows
-    ) -> tuple[Tensor, Tensor]:
-        tries = try_children(trees, target_logits, sampling, draft_rows, inherited=True)
-        return traversed_exits(trees, tries), tries.cut.view_as(trees.parents)
+    def exits_of(self, tries: Tries, width: int) -> Floats:
+        return traversed_exits(tries, width)

@@ -194,7 +194,7 @@ class UnscaledBonus(SampledVerifier):
     def __init__(self, rule: Rrs | Traversal, raw: Law) -> None:
         self.name, self.rule, self.raw = rule.name, rule, raw
 
-    def batch_exits(self, *given: Any) -> Any:
+    def exits_of(self, *given: Any) -> Any:
         raise NotImplementedError
 
     def exits(self, tree: DraftTree, target_rows: Any, draft_rows: Any) -> Iterator[Exit]:
