@@ -12,7 +12,7 @@ from exittrain.decoding.result import STAGES
 from exittrain.stages.evaluation import intervals as iv
 from exittrain.stages.evaluation.results import DecodeResult
 from exittrain.stages.evaluation.schema import Interval
-from exittrain.stages.evaluation.summary import expected_beside_measured
+from exittrain.stages.evaluation.summary import FLOAT_NOISE, expected_beside_measured
 from exittrain.stages.evaluation.tables import Table, interval, number
 from exittrain.stages.studies.choices import Contest, Law, Option, Split, contests, fastest, laws_of, longest
 
@@ -110,11 +110,14 @@ class VerdictCheck:
 
 def check_decoding(group: Sequence[Decoding], bootstrap: iv.Bootstrap) -> DecodeCheck:
     """Decodings of one verifier, pooled. Whatever came before, a round's deviation from what was expected of its own
-    tree has mean zero, so deviations are uncorrelated and rounds are the bootstrap's units."""
+    tree has mean zero, so deviations are uncorrelated and rounds are the bootstrap's units. Where all rounds brought
+    the same length though none was sure of it, what is rare has not been seen yet: no interval."""
     traces = [trace for one in group for trace in one.result.traces]
     measured = np.array([length for t in traces for length in t.block_lengths], dtype=np.float64)
     expected = np.array([length for t in traces for length in t.expected_block_lengths or ()], dtype=np.float64)
     part, agrees = expected_beside_measured(measured, expected, np.ones_like(measured), bootstrap)
+    if np.ptp(measured) == 0 and np.abs(measured - expected).max() > FLOAT_NOISE:
+        part, agrees = Interval(value=float(expected.mean())), None
     alone = group[0] if len(group) == 1 else None
     return DecodeCheck(
         None if alone is None else alone.temperature, None if alone is None else alone.trees, group[0].verifier,

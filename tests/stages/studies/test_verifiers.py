@@ -282,6 +282,14 @@ def test_a_decoding_that_is_off_is_seen():
     assert both.measured == pytest.approx(right.measured)
 
 
+@pytest.mark.parametrize(("chance", "agrees"), [(0.02, None), (0.0, True)])
+def test_rounds_that_never_varied_judge_nothing_unless_all_was_sure(chance, agrees):
+    trace = Trace("a", (1,) * 20, 20, (1.0 + chance,) * 20)
+    found = check_decoding([Decoding(1.0, "static", "tev", DecodeResult((trace,)))], Bootstrap(50, 0))
+    assert (found.agrees, found.expected.low is None) == (agrees, agrees is None)
+    assert found.expected.value == pytest.approx(1.0 + chance)
+
+
 def test_verdicts_are_pooled_over_all_trees_of_a_verifier():
     split = Split.alternate([f"s{i // 2}" for i in range(20)])
     values = np.linspace(1, 2, 20)
