@@ -54,7 +54,8 @@ def _short(estimate: iv.Estimate, sign: str = "") -> str:
 
 
 def plot(found: Findings) -> str:
-    """Expected block length against budget, a panel a temperature; drawn trees dashed, a colour a kind of trees."""
+    """Expected block length against budget, a panel a temperature; drawn trees dashed, a colour a kind of trees.
+    Verifiers that give the same are one line, named by the first."""
     kinds = list(dict.fromkeys(law.trees for law in found.laws))
     shades = {trees: PALETTE[index % len(PALETTE)] for index, trees in enumerate(kinds)}
     rules = list(dict.fromkeys(option.verifier for option in found.options))
@@ -69,7 +70,7 @@ def plot(found: Findings) -> str:
                     axis.plot(
                         *zip(*points, strict=True), "-" if law.family == "fixed" else "--", color=shades[law.trees],
                         marker=MARKERS[rules.index(law.verifiers[0]) % len(MARKERS)], markersize=4.5,
-                        label=f"{law.trees} + {' = '.join(law.verifiers)}",
+                        label=f"{law.trees} + {law.verifiers[0]}",
                     )  # fmt: skip
             budgets = sorted({option.budget for option in found.options})
             axis.set_xscale("log", base=2)
@@ -78,5 +79,5 @@ def plot(found: Findings) -> str:
             axis.set_title(f"temperature {temperature:g}")
         axes[0].set_ylabel("expected block length")
         handles = {text: line for axis in axes for line, text in zip(*axis.get_legend_handles_labels(), strict=True)}
-        made.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3)
+        made.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(4, len(temperatures) + 1))
         return svg(made, "block-length", "Expected block length by budget, fixed trees solid and drawn trees dashed")
