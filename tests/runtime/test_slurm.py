@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from node_lists import NODE_LISTS
 
 from exittrain.errors import InputError
 from exittrain.runtime import ranks, slurm
@@ -136,20 +137,6 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="set another run_dir"):
         meet(tmp_path / "file/run", Place(0, 0, 2), TASK, seconds=0.5)
-
-
-NODE_LISTS = {
-    "n1": ["n1"],
-    "n[1-2]": ["n1", "n2"],
-    "n[01-03,07]": ["n01", "n02", "n03", "n07"],
-    "a1,b[2-3]": ["a1", "b2", "b3"],
-    "gpu-[1-2]-[3-4]": ["gpu-1-3", "gpu-1-4", "gpu-2-3", "gpu-2-4"],
-    "n[008-011],m5": ["n008", "n009", "n010", "n011", "m5"],
-    "n[9-11]": ["n9", "n10", "n11"],
-    "n[3,1],n1": ["n3", "n1", "n1"],
-    "node.example.org,x-2": ["node.example.org", "x-2"],
-    "": [],
-}
 
 
 @pytest.mark.parametrize("text", NODE_LISTS)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
 NODES = ("n1", "n2")
+GPUS = 4
 CONFIGURATION = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -42,13 +43,15 @@ SchedulerParameters=sched_interval=2,batch_sched_delay=0
 AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
 SwitchType=switch/none
+GresTypes=gpu
 ReturnToService=2
 SlurmdParameters=config_overrides
 KillWait=10
 MinJobAge=600
 SlurmdTimeout=60
-NodeName=n[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{node_ports}] CPUs=4 RealMemory=1000 State=UNKNOWN
-PartitionName=debug Nodes=ALL Default=YES MaxTime=60 State=UP
+NodeName=DEFAULT CPUs=64 RealMemory=400000 Gres=gpu:{gpus} State=UNKNOWN
+NodeName=n[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{node_ports}]
+PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
 
@@ -73,9 +76,12 @@ class Cluster:
         controller, first = _free_ports(1)[0], _adjacent_ports()
         text = CONFIGURATION.format(
             host=socket.gethostname(), user=getpass.getuser(), folder=self.folder,
-            controller_port=controller, node_ports=f"{first}-{first + 1}",
+            controller_port=controller, node_ports=f"{first}-{first + 1}", gpus=GPUS,
         )  # fmt: skip
         (self.folder / "slurm.conf").write_text(text)
+        for i in range(GPUS):  # in name only, to see that requests for them are understood
+            (self.folder / f"gpu{i}").touch()
+        (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/gpu[0-{GPUS - 1}]\n")
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
