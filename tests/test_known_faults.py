@@ -238,3 +238,25 @@ def test_95_what_one_rank_cannot_read_stops_them_all(tmp_path: Path) -> None:
     both = [subprocess.Popen([*command, str(r), str(tmp_path)], stdout=subprocess.PIPE, text=True) for r in range(2)]
     said = [process.communicate(timeout=60)[0] for process in both]
     assert "another rank" in said[0] and "does not exist" in said[1]
+
+
+# The table itself
+
+
+def test_every_test_that_cases_md_names_exists() -> None:
+    """`::name` belongs to the file named before it; `name_*` and `name_...` stand for all that begin so."""
+    here = Path(__file__).parent
+    tests = {str(path.relative_to(here)): path.read_text(encoding="utf-8") for path in here.rglob("test_*.py")}
+    count = 0
+    for number, cell in re.findall(
+        r"^\| (\d+) \|[^|]*\|([^|]*)", (here / "cases.md").read_text(encoding="utf-8"), re.M
+    ):
+        text = ""
+        for path, own, name, rest in re.findall(r"([\w/]+\.py)|(::)?\b(test_\w+)(\*|\.\.\.)?", cell):
+            if path:
+                text = tests[path]
+                continue
+            end = "" if rest else r"\("
+            assert re.search(f"def {name}{end}", text if own else "\n".join(tests.values())), f"{number}: {name}"
+            count += 1
+    assert count > 100
