@@ -247,10 +247,8 @@ def test_every_test_that_cases_md_names_exists() -> None:
     """`::name` belongs to the file named before it; `name_*` and `name_...` stand for all that begin so."""
     here = Path(__file__).parent
     tests = {str(path.relative_to(here)): path.read_text(encoding="utf-8") for path in here.rglob("test_*.py")}
-    count = 0
-    for number, cell in re.findall(
-        r"^\| (\d+) \|[^|]*\|([^|]*)", (here / "cases.md").read_text(encoding="utf-8"), re.M
-    ):
+    table, count = (here / "cases.md").read_text(encoding="utf-8"), 0
+    for number, cell in re.findall(r"^\| (\d+) \|[^|]*\|([^|]*)", table, re.M):
         text = ""
         for path, own, name, rest in re.findall(r"([\w/]+\.py)|(::)?\b(test_\w+)(\*|\.\.\.)?", cell):
             if path:
