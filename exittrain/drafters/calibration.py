@@ -120,7 +120,8 @@ class Calibration:
 
     def choose(self, temperature: float, budget: int) -> Choice:
         """The longest expected block at the nearest calibrated temperature (of two as near, the lower) among trees of
-        at most `budget` nodes. Of equal ones tev first, then fewer nodes, then by name.
+        at most `budget` nodes. Of equal ones trees chosen by score first (`drawn_by` "top": they need no draft rows,
+        and one tree a context is all there is), then tev, then fewer nodes, then by name.
 
         Raises:
             InputError: no calibrated tree is that small.
@@ -158,7 +159,12 @@ def describe(verifier: str, builder: str, branching: str | Sequence[Sequence[int
 def _best(choices: Sequence[Choice], value: Callable[[Choice], float]) -> Choice:
     most = max(map(value, choices))
     equal = [choice for choice in choices if value(choice) >= most * (1 - EQUAL)]
-    return min(equal, key=lambda c: (c.verifier != "tev", c.budget, c.verifier, c.builder, str(c.branching)))
+    return min(
+        equal,
+        key=lambda c: (
+            drawn_by(c.builder) != "top", c.verifier != "tev", c.budget, c.verifier, c.builder, str(c.branching),
+        ),
+    )  # fmt: skip
 
 
 def _strict(record: type[Record], data: Any) -> Record:

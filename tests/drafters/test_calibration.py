@@ -96,7 +96,7 @@ def test_the_longest_block_within_the_budget() -> None:
         known.choose(1.0, 7)
 
 
-def test_equal_blocks_go_to_tev_then_to_fewer_nodes_then_by_name() -> None:
+def test_equal_blocks_go_to_fixed_trees_then_to_tev_then_to_fewer_nodes_then_by_name() -> None:
     noise = 1 + 1e-12  # one sum in another order
     predraw, residual = (
         replace(TEV, verifier=name, expected_block_length=2.5 * noise) for name in ("predraw", "residual")
@@ -105,6 +105,12 @@ def test_equal_blocks_go_to_tev_then_to_fewer_nodes_then_by_name() -> None:
     assert calibration(residual, predraw).choose(1.0, 16) == predraw
     fewer = replace(residual, budget=8)
     assert calibration(predraw, residual, fewer).choose(1.0, 16) == fewer
+    drawn = replace(TEV, builder="sampled_wor", budget=4)  # at temperature 0 a drawn tree is the fixed one
+    traversal = replace(drawn, verifier="traversal", expected_block_length=2.5 * noise)
+    assert calibration(traversal, drawn, predraw).choose(1.0, 16) == predraw
+    assert calibration(traversal, drawn).fastest(1.0) == drawn
+    better = replace(traversal, expected_block_length=2.5 + 1e-5)
+    assert calibration(predraw, TEV, better).choose(1.0, 16) == better
     assert calibration(replace(TEV, builder="static"), replace(TEV, builder="beam")).choose(1.0, 16).builder == "beam"
 
 

@@ -86,15 +86,15 @@ class Split:
 
 
 def longest(options: Sequence[Option], split: Split) -> Option:
-    """The longest expected block on the calibration half. Among equals (1e-6): `tev` before others, the smaller budget,
-    trees chosen by score before drawn ones, then by name."""
+    """The longest expected block on the calibration half. Among equals (1e-6), as `Calibration.choose`: trees chosen by
+    score before drawn ones, `tev` before others, the smaller budget, then by name."""
     means = [split.mean(option.expected, "calibration") for option in options]
     level = [option for option, mean in zip(options, means, strict=True) if mean >= max(means) - EQUAL]
     return min(level, key=_rank)
 
 
-def _rank(option: Option) -> tuple[bool, int, bool, str, str]:
-    return option.verifier != "tev", option.budget, option.family != "fixed", option.verifier, option.trees
+def _rank(option: Option) -> tuple[bool, bool, int, str, str]:
+    return option.family != "fixed", option.verifier != "tev", option.budget, option.verifier, option.trees
 
 
 def fastest(options: Sequence[Option], split: Split) -> Option | None:

@@ -54,13 +54,13 @@ def test_the_longest_is_chosen_on_the_calibration_half_alone():
     assert longest([good, lucky], SPLIT) is good
 
 
-def test_equal_expectations_go_to_tev_then_the_smaller_budget_then_fixed_trees():
+def test_equal_expectations_go_to_fixed_trees_then_tev_then_the_smaller_budget():
     names = ["sampled_wor + tev", "static + residual", "static + tev", "sampled_wor + traversal"]
     options = [option(2.0, name, budget) for name in names for budget in (16, 8)]
     best = longest(options, SPLIT)
     assert (best.name, best.family) == ("static + tev, 8 nodes", "fixed")
-    assert longest([option(2.0, "static + residual", 8), option(2.0, "sampled_wor + tev", 16)], SPLIT).budget == 16
-    assert longest([option(2.0, "static + tev", 16), option(2.0, "sampled_wor + tev", 8)], SPLIT).budget == 8
+    assert longest([option(2.0, "static + residual", 16), option(2.0, "sampled_wor + tev", 8)], SPLIT).budget == 16
+    assert longest([option(2.0, "static + residual", 8), option(2.0, "static + tev", 16)], SPLIT).budget == 16
     nudged = [*options, option(2.0 + 1e-5, "sampled_wor + traversal", 64)]
     assert longest(nudged, SPLIT) is nudged[-1]
 
