@@ -35,7 +35,7 @@ def _flag(value: str) -> str:
     if name is None or "\n" in value:
         raise ValueError("a flag is one line and begins with - or --")
     if name[1] in OURS:
-        raise ValueError(f"--{name[1]} is set by `exittrain submit` itself")
+        raise ValueError(f"{name[0]} is set by `exittrain submit` itself")
     return value
 
 

@@ -72,7 +72,7 @@ def _option(value: str) -> str:
     """A value on an #SBATCH line."""
     if re.search(r"[\"\\\r\n]", value):
         raise InputError(
-            f"{value!r} has a quote, a backslash or a line break: no #SBATCH line can hold that, rename it"
+            f"{value!r} has a quote, a backslash or a line break: #SBATCH lines cannot hold that, rename it"
         )
     return value if re.fullmatch(r"[\w./:@%+=,-]+", value) else f'"{value}"'
 
