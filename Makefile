@@ -1,6 +1,7 @@
 # make quickstart    every stage on a real model, about 20 minutes on two cores, no GPU
 # make test          the fast tests         make test-slow   the rest (minutes)
 # make lint          ruff and mypy          make testbed     where objectives can be told apart (half an hour)
+# make test-slurm    a real SLURM cluster on this machine, through Debian's packages (minutes; asks for root to install)
 #
 # TORCH=cpu (default) takes CPU wheels. On a GPU machine: make quickstart TORCH=cuda   (PyPI's wheels)
 #                                     or: make quickstart TORCH_INDEX=https://download.pytorch.org/whl/cu130
@@ -18,7 +19,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 STAMP := $(VENV)/.installed-$(TORCH)-$(TORCH_VERSION)
 
-.PHONY: quickstart test test-slow lint testbed install clean
+.PHONY: quickstart test test-slow test-slurm lint testbed install clean
 .DEFAULT_GOAL := quickstart
 
 quickstart: $(STAMP)
@@ -35,6 +36,17 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow $(PYTEST_ARGS)
+
+test-slurm: $(STAMP)
+	@PATH="$$PATH:/usr/sbin:/sbin"; \
+	if ! { command -v slurmctld && command -v slurmd && command -v munged; } >/dev/null; then \
+		command -v apt-get >/dev/null || { \
+			echo "install SLURM (slurmctld, slurmd) and munge first; no other test needs them"; exit 2; }; \
+		root=; test "$$(id -u)" = 0 || root=sudo; \
+		$$root apt-get update -qq && $$root env DEBIAN_FRONTEND=noninteractive \
+			apt-get install -y -qq --no-install-recommends slurm-wlm munge >/dev/null; \
+	fi
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slurm tests/slurm $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/python -m pytest -q tests/test_quality.py

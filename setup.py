@@ -1,4 +1,4 @@
-"""Puts what a run reads (recipes, prompts, benchmarks) into the wheel, where `exittrain.records.share` finds it."""
+"""Puts what a run reads (recipes, prompts, benchmarks, batch scripts) into the wheel, where `exittrain.records.share` finds it."""
 
 from pathlib import Path
 from shutil import copytree, ignore_patterns
@@ -8,7 +8,7 @@ from setuptools.command.build_py import build_py
 
 SHARED = (
     "recipes", "data/prompts", "data/fixtures", "data/conversations", "eval/benchmarks", "eval/suites",
-    "eval/published",
+    "eval/published", "slurm",
 )  # fmt: skip
 
 

@@ -59,9 +59,9 @@ def test_imports_point_down(path: Path) -> None:
         assert parts[0] not in FORBIDDEN.get(layer, set()), f"{path.relative_to(PACKAGE)} (L{layer}) imports {name}"
 
 
-def test_data_eval_and_recipes_hold_no_python() -> None:
+def test_data_eval_recipes_and_slurm_hold_no_python() -> None:
     root = PACKAGE.parent
-    assert [path for folder in ("data", "eval", "recipes") for path in (root / folder).rglob("*.py")] == []
+    assert [path for folder in ("data", "eval", "recipes", "slurm") for path in (root / folder).rglob("*.py")] == []
 
 
 def test_importing_the_package_and_help_load_no_torch() -> None:

@@ -21,7 +21,7 @@ COMMANDS = [
     for line in block.splitlines()
     if line.strip()
 ]
-PLANNED = {"run", "plan", "data", "warmup", "collect", "train", "eval", "report"}
+PLANNED = {"run", "plan", "data", "warmup", "collect", "train", "eval", "report", "submit"}
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A wheel carries the recipes, prompts and benchmarks, and finds them once it is installed."""
+"""A wheel carries the recipes, prompts, benchmarks and batch scripts, and finds them once it is installed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = (
-    "recipes/", "data/prompts/", "data/conversations/", "eval/benchmarks/", "eval/suites/", "eval/published/"
+    "recipes/", "data/prompts/", "data/conversations/", "eval/benchmarks/", "eval/suites/", "eval/published/", "slurm/"
 )  # fmt: skip
 
 
@@ -33,12 +33,14 @@ def test_wheel_has_and_finds_shared_files(tmp_path: Path) -> None:
     for name in tracked.splitlines():
         if name.startswith(SHARED):
             assert f"exittrain/_share/{name}" in names
-    assert not any(name.startswith(("tests/", "data/", "eval/", "recipes/")) for name in names)
+    assert not any(name.startswith(("tests/", "data/", "eval/", "recipes/", "slurm/")) for name in names)
     code = (
         "import exittrain; from exittrain.config.load import load_recipe\n"
         "from exittrain.stages.prompts import known_sets\n"
         "print(exittrain.__file__); assert load_recipe('quickstart').name == 'quickstart'; assert known_sets()\n"
-        "from exittrain.stages.studies.published import TevFigures, read_figures; read_figures('tev-paper', TevFigures)"
+        "from exittrain.stages.studies.published import TevFigures, read_figures; read_figures('tev-paper', TevFigures)\n"
+        "from exittrain.stages.submit.profile import load_profile; from exittrain.stages.submit.script import render\n"
+        "from pathlib import Path; assert render(load_profile('gpu'), 'train', 'x', Path('/r'), Path('/h'))"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)

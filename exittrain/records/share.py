@@ -1,4 +1,4 @@
-"""Where recipes, prompt sets and benchmarks lie: beside the package in a checkout, inside it after `pip install`."""
+"""Where recipes, prompt sets, benchmarks and batch scripts lie: beside the package in a checkout, inside it after `pip install`."""
 
 from __future__ import annotations
 
