@@ -10,7 +10,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 Positive = Annotated[int, Field(gt=0)]
 Temperature = Annotated[float, Field(ge=0)]
 Temperatures = Temperature | Annotated[list[Temperature], Field(min_length=1)]  # several: the steps take turns
-Objective = Literal["token", "exit", "exit_depth", "reach", "exit_kl", "reach_kl"]
+Objective = Literal["token", "exit", "exit_depth", "reach", "exit_kl", "reach_kl", "accept_tv", "accept_lk"]
 
 
 class Section(BaseModel):

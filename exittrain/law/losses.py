@@ -38,5 +38,28 @@ def cross_entropy_rows(draft_logits: Tensor, token_ids: Tensor, sampling: Sampli
     return -draft_logprobs(draft_logits, sampling).gather(-1, token_ids[..., None]).squeeze(-1)
 
 
+def tv_rows(target_logits: Tensor, draft_logits: Tensor, sampling: Sampling = PLAIN) -> Tensor:
+    """TV(p, q) = 1 - sum_x min(p(x), q(x)) [R] of raw logits, both [R, V]: the chance that a token drawn from q is
+    refused (Leviathan et al., arXiv 2211.17192; DistillSpec's TVD, arXiv 2310.08461).
+
+    Summed as max(p - q, 0): nothing cancels where the two agree, and the gradient is 0 where they are equal.
+    """
+    probs = process_logits(target_logits.detach(), sampling).exp()
+    return (probs - draft_logprobs(draft_logits, sampling).exp()).relu().sum(-1)
+
+
+def lk_rows(target_logits: Tensor, draft_logits: Tensor, sampling: Sampling = PLAIN) -> Tensor:
+    """-log sum_x min(p(x), q(x)) [R] of raw logits, both [R, V] (LK losses, arXiv 2602.23881): its gradient is that of
+    `tv_rows` over the acceptance, so that rows which hardly ever accept still learn.
+
+    In logs: finite where the acceptance underflows. A row without a token that both may say costs 0: only masks make
+    one, and no drafter's weights can change it.
+    """
+    target_logprobs, logprobs = process_logits(target_logits.detach(), sampling), draft_logprobs(draft_logits, sampling)
+    least = torch.where(logprobs < target_logprobs, logprobs, target_logprobs)
+    apart = least.amax(-1, keepdim=True) == -torch.inf
+    return -least.masked_fill(apart, 0.0).logsumexp(-1).masked_fill(apart.squeeze(-1), 0.0)
+
+
 # What a row objective may minimise at each row; an objective names its own (see `law.objectives`).
-ROW_LOSSES: dict[str, RowLoss] = {"kl": kl_rows}
+ROW_LOSSES: dict[str, RowLoss] = {"kl": kl_rows, "tv": tv_rows, "lk": lk_rows}

@@ -2,6 +2,13 @@
 
     loss_node = (sum row_weights * row_loss(p_v, q_v)  +  sum edge_weights * -log q_par(v)(x_v)) / denominator
 
+Exit and KL forms are for trees verified as fixed sets. `accept_*` are for sampled trees: recursive rejection sampling
+accepts the first draw at v with probability alpha(v) = sum_x min(p_v(x), q_v(x)) (SpecInfer, arXiv 2305.09781, and
+Leviathan et al., arXiv 2211.17192, for one draw): along a sampled chain P(at least d accepted) is the expected product
+of d such terms, and the expected block length 1 + their sum over d. The output passes v with probability P(v) whatever
+the verifier, so reach weighs refusals as often as they happen. As losses: LK losses, arXiv 2602.23881; DistillSpec's
+TVD, arXiv 2310.08461.
+
 A new objective is one entry of OBJECTIVES (and, where it is no KL, one row loss in `law.losses.ROW_LOSSES`).
 Shapes: B trees, M = N+1 nodes with the root (padded). Weights are float64, detached, 0 where padded.
 """
@@ -53,6 +60,8 @@ OBJECTIVES: dict[str, Objective] = {
     "reach": Objective("edges", lambda trees, law: law.reach, source="every officially shipped recipe"),
     "exit_kl": Objective("rows", lambda trees, law: law.exit, source="math.md section 8"),
     "reach_kl": Objective("rows", lambda trees, law: law.reach, source="math.md section 8"),
+    "accept_tv": Objective("rows", lambda trees, law: law.reach, "tv", source="1 - alpha, arXiv 2310.08461"),
+    "accept_lk": Objective("rows", lambda trees, law: law.reach, "lk", source="-log alpha, arXiv 2602.23881"),
 }
 
 

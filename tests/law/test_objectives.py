@@ -1,4 +1,4 @@
-"""The six objectives against their formulas, written out node by node; losses against plain ones."""
+"""The objectives against their formulas, written out node by node; losses against plain ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from exittrain.errors import InputError
 from exittrain.law.exit_law import batch_exit_law, edge_logprobs
-from exittrain.law.losses import ROW_LOSSES, cross_entropy_rows, draft_logprobs, kl_rows
+from exittrain.law.losses import ROW_LOSSES, cross_entropy_rows, draft_logprobs, kl_rows, lk_rows, tv_rows
 from exittrain.law.objectives import OBJECTIVES, Objective, node_terms, weight_at
 from exittrain.law.sampling import Sampling, process_logits
 from exittrain.tree.batch import TreeBatch
@@ -45,10 +45,12 @@ def by_hand(name: str, normaliser: str, trees: TreeBatch, target: torch.Tensor, 
             weight = {"exit": exit_, "exit_depth": exit_ * depth, "reach": reach[node], "exit_kl": exit_}.get(
                 name, reach[node]
             )
-            if name.endswith("_kl"):
+            if name.endswith("_kl") or name.startswith("accept_"):
                 if depth == DEPTH:
                     continue
-                loss = float((p[node].exp() * (p[node] - q[node])).sum())
+                accepted = sum(min(math.exp(a), math.exp(b)) for a, b in zip(p[node], q[node], strict=True))
+                kl = float((p[node].exp() * (p[node] - q[node])).sum())
+                loss = {"accept_tv": 1 - accepted, "accept_lk": -math.log(accepted)}.get(name, kl)
             elif node == 0 or name == "token":
                 continue
             else:
@@ -156,6 +158,77 @@ def test_a_token_the_drafter_cannot_say_costs_only_what_the_target_gives_it() ->
     assert float(kl_rows(torch.tensor([[0.0, 0.0, 0.0]]), draft)) == math.inf
 
 
+SAMPLINGS = [Sampling(), Sampling(0.5), Sampling(2.0, top_k=2), Sampling(0.7, top_p=0.6), Sampling(0)]
+
+
+def two_rows(seed: int, rows: int = 3, scale: float = 3.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Target and draft logits [R, V], the draft's with a gradient."""
+    target, draft = torch.randn(2, rows, VOCAB, generator=torch.Generator().manual_seed(seed)).double() * scale
+    return target, draft.requires_grad_()
+
+
+@given(seed=st.integers(0, 10**6), sampling=st.sampled_from(SAMPLINGS))
+@settings(max_examples=40, deadline=None)
+def test_acceptance_losses_are_their_sums_and_gradients(seed: int, sampling: Sampling) -> None:
+    """d TV / d logit y = (q_y / T) * (sum over tokens with q < p of q_x, less 1 if y is one of them); LK's is that over
+    alpha (2602.23881)."""
+    target, draft = two_rows(seed)
+    target.requires_grad_()
+    p, q = process_logits(target.detach(), sampling).exp(), draft_logprobs(draft, sampling).exp().detach()
+    pairs = zip(p.tolist(), q.tolist(), strict=True)
+    alpha = torch.tensor([sum(map(min, *rows)) for rows in pairs], dtype=torch.float64)
+    scarce = (q < p).double()
+    gradient = q * ((q * scarce).sum(-1, keepdim=True) - scarce) / (1.0 if sampling.greedy else sampling.temperature)
+    tv, lk = tv_rows(target, draft, sampling), lk_rows(target, draft, sampling)
+    torch.testing.assert_close(tv.detach(), 1 - alpha, atol=1e-12, rtol=0)
+    torch.testing.assert_close(lk.detach(), -alpha.log(), atol=1e-9, rtol=1e-9)
+    (of_tv,) = torch.autograd.grad(tv.sum(), draft)
+    (of_lk,) = torch.autograd.grad(lk.sum(), draft)
+    torch.testing.assert_close(of_tv, gradient, atol=1e-12, rtol=1e-9)
+    torch.testing.assert_close(of_lk, of_tv / alpha[:, None], atol=1e-12, rtol=1e-9)
+    assert target.grad is None
+
+
+def test_tv_is_how_often_a_draw_is_refused() -> None:
+    """Draw x from q, accept with probability min(1, p(x) / q(x)): the rule, not the formula."""
+    target, draft = two_rows(4, rows=1)
+    p, q = process_logits(target[0], Sampling()).exp(), draft_logprobs(draft[0].detach()).exp()
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.multinomial(q, 200_000, replacement=True, generator=generator)
+    accepted = torch.rand(len(drawn), generator=generator) < (p / q)[drawn]
+    assert float(tv_rows(target, draft.detach())) == pytest.approx(1 - float(accepted.double().mean()), abs=0.005)
+
+
+@pytest.mark.parametrize("loss", [tv_rows, lk_rows])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_acceptance_losses_stay_finite(loss, dtype: torch.dtype, sampling: Sampling) -> None:
+    """Logits of +-200 that disagree, that agree, tokens neither may say, a row where they share none."""
+    far, inf = 200.0, torch.inf
+    target = torch.tensor([[far, -far, -far, -inf], [far, -far, 0.0, -inf], [far, far, -inf, -inf]]).to(dtype)
+    draft = torch.tensor([[-far, far, -far, -inf], [far, -far, 0.0, -inf], [-inf, -inf, far, -far]]).to(dtype)
+    draft.requires_grad_()
+    values = loss(target, draft, sampling)
+    values.sum().backward()
+    assert values.dtype == torch.float32 and values.isfinite().all() and draft.grad.isfinite().all()
+    apart, alike, disjoint = values.tolist()
+    assert apart == pytest.approx(1.0 if loss is tv_rows else 400.0 / (sampling.temperature or 1.0), rel=0.01)
+    assert abs(alike) < 1e-6
+    # Nothing in common: surely refused, and no reason to move.
+    assert disjoint == (1.0 if loss is tv_rows else 0.0) and not draft.grad[2].any()
+    if loss is lk_rows and sampling.greedy:  # TV's own gradient is gone where acceptance underflows, LK's is not
+        torch.testing.assert_close(draft.grad[0], torch.tensor([-1.0, 1.0, 0.0, 0.0], dtype=dtype))
+
+
+def test_acceptance_losses_of_a_copy_are_nothing() -> None:
+    target, _ = two_rows(6, rows=4)
+    draft = target.clone().requires_grad_()
+    for loss in (tv_rows, lk_rows):
+        value = loss(target, draft, Sampling(0.5)).sum()
+        (gradient,) = torch.autograd.grad(value, draft)
+        assert abs(float(value.detach())) < 1e-12 and gradient.isfinite().all()
+
+
 def test_cross_entropy() -> None:
     logits = torch.randn(6, 9, generator=torch.Generator().manual_seed(0))
     tokens = torch.arange(6)
@@ -167,7 +240,7 @@ def test_cross_entropy() -> None:
     )
 
 
-def test_a_seventh_objective_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_objective_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another row loss and another weight; nothing else has to know."""
 
     def overlap_miss(target: torch.Tensor, draft: torch.Tensor, sampling: Sampling) -> torch.Tensor:

@@ -8,7 +8,7 @@ from tiny_training import SHAPE, VOCAB, make_drafter
 
 from exittrain.build.best_first import build_best_first
 from exittrain.law.exit_law import batch_exit_law, edge_logprobs
-from exittrain.law.losses import cross_entropy_rows, draft_logprobs, kl_rows
+from exittrain.law.losses import ROW_LOSSES, cross_entropy_rows, draft_logprobs, kl_rows
 from exittrain.law.objectives import OBJECTIVES, node_terms
 from exittrain.law.sampling import Sampling, process_logits
 from exittrain.models.packed import pack
@@ -62,9 +62,9 @@ def plain_gradients(made, target, step: int) -> dict[str, torch.Tensor]:
         p_logits = target.head(packed.gather(target.hidden(packed.input_ids, packed.position_ids, packed.mask)))
         law = batch_exit_law(trees, edge_logprobs(trees, process_logits(p_logits, loss.samplings[0])))
         terms = node_terms(loss.objective, trees, law, loss.normaliser, SHAPE.depth)
-        kl = kl_rows(p_logits.flatten(0, 1), q_logits.flatten(0, 1), loss.samplings[0]).view(terms.row_weights.shape)
+        rows = ROW_LOSSES[terms.row_loss](p_logits.flatten(0, 1), q_logits.flatten(0, 1), loss.samplings[0])
         log_q = edge_logprobs(trees, draft_logprobs(q_logits, loss.samplings[0]))
-        node_sum = node_sum + (terms.row_weights * kl).sum() - (terms.edge_weights * log_q).sum()
+        node_sum = node_sum + (terms.row_weights.flatten() * rows).sum() - (terms.edge_weights * log_q).sum()
         denominator += terms.denominator
     total = loss.token_weight * token_sum / tokens + (loss.weight * node_sum / denominator if denominator else 0.0)
     total.backward()
@@ -83,7 +83,7 @@ def trained_gradients(made, step: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("objective", ["token", *TREES])
 def test_gradient_is_the_plain_one(make_task, target, chunking: str, objective: str) -> None:
-    normaliser = {"exit": "nodes", "reach_kl": "weights"}.get(objective, "anchors")
+    normaliser = {"exit": "nodes", "reach_kl": "weights", "accept_lk": "nodes"}.get(objective, "anchors")
     loss = {"objective": objective, "normaliser": normaliser, "weight": 0.7, "samplings": (Sampling(0.8),)}
     made = make_task({"micro_batch_size": 2}, loss)
     expected = plain_gradients(made, target, step=1)
