@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import typer
 
-from exittrain.cli import stages, submit, tools
+from exittrain.cli import export, stages, submit, tools
 from exittrain.errors import InputError, Interrupted
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app = typer.Typer(
 stages.register(app)
 tools.register(app)
 submit.register(app)
+export.register(app)
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:

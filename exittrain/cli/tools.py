@@ -81,7 +81,7 @@ def evaluate(
     chosen = {f"eval.{key}": value for key, value in settings.items() if value is not None}
     overrides = [subject for subject in subjects if subject not in given]
     overrides += [f"{key}={_yaml(value)}" for key, value in chosen.items()]
-    drafters = [subject for subject in given if _is_drafter(subject)]
+    drafters = [subject for subject in given if is_drafter(subject)]
     if drafters and len(drafters) == len(given):
         _evaluate_drafters(drafters, target, overrides, output, plan)
     elif len(given) == 1 and not drafters:
@@ -266,7 +266,8 @@ def models_fetch(name: Annotated[str, typer.Argument(help="A name `models list` 
     typer.echo(fetch(name))
 
 
-def _is_drafter(subject: str) -> bool:
+def is_drafter(subject: str) -> bool:
+    """A folder with a model's config that is no run."""
     folder = Path(subject)
     return (folder / "config.json").is_file() and not (folder / "recipe.yaml").is_file()
 

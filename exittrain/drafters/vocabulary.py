@@ -6,9 +6,10 @@ from typing import Any
 
 from exittrain.errors import InputError
 from exittrain.models.causal import CausalModel
+from exittrain.models.loading import Vocabulary
 
 
-def check_vocabulary(drafter: CausalModel, target: CausalModel) -> None:
+def check_vocabulary(drafter: CausalModel | Vocabulary, target: CausalModel | Vocabulary) -> None:
     """Raise InputError unless sizes agree and, where both have tokenizers, every token has one id in both."""
     if drafter.vocab_size != target.vocab_size:
         raise InputError(
@@ -26,6 +27,11 @@ def check_vocabulary(drafter: CausalModel, target: CausalModel) -> None:
         f"drafter {drafter.name} and target {target.name} differ in {len(different)} token ids ({shown}); "
         "a drafter needs the target's tokenizer"
     )
+
+
+def real_size(tokenizer: Any) -> int:
+    """One more than the largest id the tokenizer gives; logits may have further columns, which mean nothing."""
+    return max(_by_id(tokenizer)) + 1
 
 
 def _by_id(tokenizer: Any) -> dict[int, str]:

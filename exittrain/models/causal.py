@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from exittrain.models.loading import load_pretrained
+from exittrain.models.loading import Match, load_pretrained
 from exittrain.models.support import check_architecture, probe
 
 Self = TypeVar("Self", bound="CausalModel")
@@ -36,6 +36,7 @@ class CausalModel:
     """A causal LM whose every forward names its positions and its mask.
 
     module: any Hugging Face causal LM with full attention; tokenizer: or None; name: for messages and tables only.
+    match: how the weights it was loaded from fitted, or None.
     Raises InputError for an architecture whose state cannot be masked or rolled back (sliding window, recurrent,
     encoder-decoder) and, unless verify=False, where a tiny packed forward differs from the plain one.
     """
@@ -45,6 +46,7 @@ class CausalModel:
         self.module = module.eval()
         self.tokenizer = tokenizer
         self.name = name
+        self.match: Match | None = None
         self._base = module.base_model
         parameters = inspect.signature(type(self._base).forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
@@ -65,8 +67,10 @@ class CausalModel:
 
         Raises InputError with one line for anything that cannot be found, read whole, or used.
         """
-        module, tokenizer, name = load_pretrained(source, dtype, attention)
-        return cls(module.to(device).requires_grad_(False), tokenizer, name, verify)
+        module, tokenizer, name, match = load_pretrained(source, dtype, attention)
+        model = cls(module.to(device).requires_grad_(False), tokenizer, name, verify)
+        model.match = match
+        return model
 
     @property
     def config(self) -> Any:

@@ -120,7 +120,7 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     """Write a GGUF file's model as float32 safetensors with config, generation config and tokenizer into `folder`."""
     from exittrain.models.loading import load_pretrained, quiet_transformers
 
-    module, tokenizer, _ = load_pretrained(gguf, torch.float32, "sdpa")
+    module, tokenizer, *_ = load_pretrained(gguf, torch.float32, "sdpa")
     with quiet_transformers():
         module.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

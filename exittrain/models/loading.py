@@ -6,12 +6,13 @@ import json
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from exittrain.errors import InputError, nearest
@@ -24,19 +25,68 @@ _UNREADABLE = (
 )  # fmt: skip
 
 
-def load_pretrained(source: str | Path, dtype: torch.dtype, attention: str) -> tuple[Any, Any, str]:
-    """(module, tokenizer or None, display name) of a model source; raises InputError where it cannot be used."""
+@dataclass(frozen=True)
+class Match:
+    """How the tensors of a source fit the model its config describes.
+
+    matched: how many tensors of the model were read; extra: names the source has and the model has no place for.
+    """
+
+    matched: int
+    extra: tuple[str, ...]
+
+    def __str__(self) -> str:
+        others = f"{len(self.extra)} extra and ignored, first {self.extra[0]}" if self.extra else "none extra"
+        return f"{self.matched} tensors matched, none missing, {others}"
+
+
+class Loaded(NamedTuple):
+    """A module, its tokenizer (or None), a display name, and how its weights fitted."""
+
+    module: Any
+    tokenizer: Any
+    name: str
+    match: Match
+
+
+class Vocabulary(NamedTuple):
+    """What ids mean to a model: its display name, columns of its logits, its tokenizer (or None)."""
+
+    name: str
+    vocab_size: int
+    tokenizer: Any
+
+
+def load_pretrained(source: str | Path, dtype: torch.dtype, attention: str) -> Loaded:
+    """The model of a source; raises InputError where it cannot be used or where a weight would be a random number."""
+    place, shown, name, extra = _locate(source)
+    module, match = _load(place, shown, dtype, attention, **extra)
+    return Loaded(module, load_tokenizer(place, **extra), name, match)
+
+
+def load_vocabulary(source: str | Path) -> Vocabulary:
+    """Name, vocabulary size and tokenizer of a model source, without its weights; raises InputError as loading does."""
+    place, shown, name, extra = _locate(source)
+    try:
+        config = AutoConfig.from_pretrained(place, **extra).get_text_config()
+    except _UNREADABLE as error:
+        raise InputError(f"the config of {shown} cannot be loaded: {_first_line(error)}") from error
+    return Vocabulary(name, int(config.vocab_size), load_tokenizer(place, **extra))
+
+
+def _locate(source: str | Path) -> tuple[str, str, str, dict[str, Any]]:
+    """(where transformers finds it, what messages call it, display name, further arguments) of a model source."""
     check_source(source)
     path = Path(source).expanduser()
     if not path.exists():
         if str(source) in KNOWN_MODELS:
-            return (*load_pretrained(fetch(str(source)), dtype, attention)[:2], str(source))
-        return *_load(str(source), str(source), dtype, attention), str(source)
+            return str(fetch(str(source))), str(source), str(source), {}
+        return str(source), str(source), str(source), {}
     if path.is_file():
-        return *_load(str(path.parent), str(path), dtype, attention, gguf_file=path.name), path.stem
+        return str(path.parent), str(path), path.stem, {"gguf_file": path.name}
     if (path / "config.json").exists():
-        return *_load(str(path), str(path), dtype, attention), path.resolve().name
-    return load_pretrained(next(path.glob("*.gguf")), dtype, attention)
+        return str(path), str(path), path.resolve().name, {}
+    return _locate(next(path.glob("*.gguf")))
 
 
 def check_source(source: str | Path) -> None:
@@ -92,12 +142,14 @@ def load_tokenizer(source: str, **extra: Any) -> Any:
         raise InputError(f"the tokenizer of {source} cannot be loaded: {_first_line(error)}") from error
 
 
-def _load(source: str, shown: str, dtype: torch.dtype, attention: str, **extra: Any) -> tuple[Any, Any]:
+def _load(source: str, shown: str, dtype: torch.dtype, attention: str, **extra: Any) -> tuple[Any, Match]:
     with quiet_transformers():
         try:
+            # Wrong shapes are let through here, to be refused below by name instead of by a table.
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                source, dtype=dtype, attn_implementation=attention, output_loading_info=True, **extra
-            )
+                source, dtype=dtype, attn_implementation=attention, output_loading_info=True,
+                ignore_mismatched_sizes=True, **extra,
+            )  # fmt: skip
         except _UNREADABLE as error:
             if isinstance(error, OSError) and not Path(source).exists():
                 guess = nearest(shown, sorted(KNOWN_MODELS))
@@ -108,11 +160,30 @@ def _load(source: str, shown: str, dtype: torch.dtype, attention: str, **extra: 
             remedy = "; if the file is damaged or cut short, get it again" if "gguf_file" in extra else ""
             raise InputError(f"{shown} cannot be loaded as a causal LM: {_first_line(error)}{remedy}") from error
         module, info = loaded
-        if missing := sorted(info["missing_keys"]):
-            raise InputError(f"{shown} lacks {len(missing)} weights, first {missing[0]}; they would be random numbers")
+        match = check_match(shown, module, info)
         if "gguf_file" in extra:
             forget_quantisation(module)
-        return module, load_tokenizer(source, **extra)
+        return module, match
+
+
+def check_match(shown: str, module: Any, info: dict[str, Any]) -> Match:
+    """How weights fitted, from the loading info of transformers. shown: what messages call the source.
+
+    Raises InputError where a tensor is missing or of another shape: transformers fills such places at random.
+    """
+    extra = tuple(sorted(info["unexpected_keys"]))
+    beside = f"; it has {len(extra)} that the model has no place for, first {extra[0]}" if extra else ""
+    if wrong := sorted(info["mismatched_keys"], key=str):
+        name, theirs, ours = wrong[0]
+        raise InputError(
+            f"{shown} has {len(wrong)} weights of another shape than its config says, first {name} "
+            f"({tuple(theirs)}, not {tuple(ours)}); they would be random numbers{beside}"
+        )
+    if missing := sorted(info["missing_keys"]):
+        raise InputError(
+            f"{shown} lacks {len(missing)} weights, first {missing[0]}; they would be random numbers{beside}"
+        )
+    return Match(sum(1 for _ in module.named_parameters()), extra)
 
 
 def forget_quantisation(module: Any) -> None:
