@@ -85,16 +85,27 @@ class Bench:
         })  # fmt: skip
         return CellStore(self.folder / "cells").get(kind, key, make)
 
-    def contexts(self, deepest: int) -> ContextSet:
-        """The study's contexts over all its tasks, spread evenly; trees of `deepest` levels fit behind each.
+    def contexts(self, drafters: Sequence[str], depth: int, chain: int = 0) -> ContextSet:
+        """The study's contexts over all its tasks, spread evenly: one set for all its drafters. Behind each, trees of
+        `depth` levels fit the positions of these drafters and of the target, and a chain of `chain` nodes the target's.
 
         In a benchmark they lie in the target's own answers, sampled at temperature 1.
+
+        Raises:
+            InputError: no context leaves that room.
         """
+        limits = {"the target": (self.target.max_positions, max(depth, chain))}
+        for name in reversed(drafters):  # the first is left in memory, where measuring begins
+            limits[name] = (self.subject(name).drafter.model.max_positions, depth)
+        tightest = min(limits, key=lambda name: limits[name][0] - limits[name][1])
+        positions, levels = limits[tightest]
         sequences = [sequence for task in self.tasks for sequence in self._answered(task).sequences]
-        last = self.target.max_positions - 1 - deepest
-        chosen = choose_contexts(sequences, self.settings.contexts, self.seed, last)
+        chosen = choose_contexts(sequences, self.settings.contexts, self.seed, positions - 1 - levels)
         if not chosen:
-            raise InputError(f"no context leaves room for trees in the target's {self.target.max_positions} positions")
+            raise InputError(
+                f"no context leaves room for {levels} levels of nodes in the {positions} positions of {tightest}: ask "
+                "for smaller trees, or take other tasks"
+            )
         return ContextSet.of(sequences, chosen)
 
     def laws(

@@ -84,13 +84,13 @@ class GapResult:
 def run_oracle(bench: Bench) -> StudyReport:
     """The study: every drafter at every temperature and budget, beside the oracle.
 
-    Raises InputError on an unknown drafter and where no context leaves room for a chain of the largest budget.
+    Raises InputError on an unknown drafter and where no context leaves room for the trees.
     """
     settings = bench.settings
     assert isinstance(settings, OracleStudy)
     budgets, temperatures = sorted(set(settings.budgets)), list(dict.fromkeys(settings.temperatures))
     drafters = drafters_of(bench)
-    contexts = bench.contexts(max(budgets[-1], settings.depth))
+    contexts = bench.contexts(drafters, settings.depth, chain=budgets[-1])
     results = {
         (name, temperature): gap_cell(bench, name, contexts, budgets, temperature)
         for name in drafters

@@ -75,7 +75,8 @@ def run_tev_paper(bench: Bench) -> StudyReport:
     rows, said = choose_drafters(bench.entrants, settings.drafters, figures)
     shape = TreeShape(max(settings.budgets), settings.depth, settings.width)
     source = TreeSource("best_first", shape, {str(budget): budget for budget in sorted(set(settings.budgets))})
-    contexts, temperatures = bench.contexts(settings.depth), list(dict.fromkeys(settings.temperatures))
+    contexts = bench.contexts([row.name for row in rows], settings.depth)
+    temperatures = list(dict.fromkeys(settings.temperatures))
     laws = {}
     for row in rows:  # one drafter in memory at a time
         for t in temperatures:

@@ -79,7 +79,7 @@ def run_traversal_paper(bench: Bench) -> StudyReport:
     figures = read_figures("traversal-paper", TraversalFigures)
     drafter, depths = bench.default_drafter(), (settings.chain_depths, settings.binary_depths)
     every, few = tree_sources(*depths), tree_sources(*([tables.paper_depth(some)] for some in depths))
-    contexts = bench.contexts(max(source.shape.depth for source in every.values()))
+    contexts = bench.contexts([drafter], max(source.shape.depth for source in every.values()))
     main = main_temperature(settings.temperatures)
     points, steps = [], []
     for temperature in dict.fromkeys(settings.temperatures):

@@ -43,7 +43,7 @@ def run_verifiers(bench: Bench) -> StudyReport:
     """
     settings, drafter = bench.settings, bench.default_drafter()
     assert isinstance(settings, VerifierStudy)
-    contexts = bench.contexts(settings.depth)
+    contexts = bench.contexts([drafter], settings.depth)
     split = Split.alternate(contexts.ids)
     choosing = contexts.select(torch.from_numpy(split.rows("calibration").nonzero()[0]))
     prompts = choose_prompts(bench, drafter, settings, set(choosing.ids))

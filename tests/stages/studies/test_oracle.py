@@ -111,7 +111,7 @@ def test_the_whole_study(target, entrants, tmp_path):
 def test_one_tree_serves_all_budgets(target, entrants, tmp_path):
     """Each budget's numbers are those of trees grown for that budget alone."""
     bench = bench_of(target, entrants, tmp_path)
-    contexts = bench.contexts(max(BUDGETS))
+    contexts = bench.contexts(["near"], DEPTH, chain=max(BUDGETS))
     for temperature in (0.0, 1.0):
         result = oracle.gap_cell(bench, "near", contexts, BUDGETS, temperature)
         for budget in BUDGETS:
@@ -128,7 +128,7 @@ def test_one_tree_serves_all_budgets(target, entrants, tmp_path):
 
 def test_the_targets_own_trees_miss_only_what_lies_below_the_limit(target, entrants, tmp_path):
     bench = bench_of(target, entrants, tmp_path, depth=2, width=VOCAB)
-    contexts = bench.contexts(max(BUDGETS))
+    contexts = bench.contexts(["near"], DEPTH, chain=max(BUDGETS))
     for parts in oracle.gap_cell(bench, "self", contexts, BUDGETS, 1.0).gaps.values():
         assert parts["missed"][:, :3].max() < 1e-6
     assert parts["missed"][:, 3].max() > 0.01

@@ -198,7 +198,7 @@ def test_a_second_run_measures_nothing_and_gives_the_same_bytes(target, drafter,
 @pytest.mark.parametrize("builder", ["static", "sampled_iid", "sampled_wor"])
 def test_acceptance_by_rank_is_the_exit_law_of_a_tree_of_one_level(target, drafter, tmp_path, builder):
     bench = bench_of(target, drafter, tmp_path, contexts=10)
-    contexts = bench.contexts(DEPTH)
+    contexts = bench.contexts(["near"], DEPTH)
     found = acceptance_by_rank(bench, bench.settings, "near", contexts, builder, 1.0)
     forest = Forest(1.0, builder, builder, (), {WIDTH: TreeShape(WIDTH, 1, WIDTH, ((0,), (1,), (2,)))})
     (source,) = forest.sources()
@@ -210,14 +210,14 @@ def test_acceptance_by_rank_is_the_exit_law_of_a_tree_of_one_level(target, draft
 
 def test_shapes_are_nested_and_made_of_acceptance(target, drafter, tmp_path):
     bench = bench_of(target, drafter, tmp_path, builders=["static", "beam"], temperatures=[1.0])
-    static, beam = plant(bench, bench.settings, "near", bench.contexts(DEPTH))
+    static, beam = plant(bench, bench.settings, "near", bench.contexts(["near"], DEPTH))
     small, large = (set(rank_paths(static.shapes[budget])) for budget in BUDGETS)
     assert small < large and len(large) == max(BUDGETS) + 1
     (source,) = static.sources()
     assert source.shape == static.shapes[max(BUDGETS)] and set(source.parts) == {"2", "5"}
     assert [(s.shape.budget, s.parts) for s in beam.sources()] == [(2, {"2": 2}), (5, {"5": 5})]
     with pytest.raises(InputError, match="no verifier of the study is exact for trees of static"):
-        plant(bench, settings_of(verifiers=["rrs"], builders=["static"]), "near", bench.contexts(DEPTH))
+        plant(bench, settings_of(verifiers=["rrs"], builders=["static"]), "near", bench.contexts(["near"], DEPTH))
 
 
 def test_prompts_come_in_turn_and_not_from_the_half_that_chose(target, drafter, tmp_path):

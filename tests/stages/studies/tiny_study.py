@@ -16,9 +16,9 @@ from exittrain.stages.evaluation.engine import Entrant
 VOCAB = 23
 
 
-def tiny_model(seed: int = 0, noise: float = 0.0):
+def tiny_model(seed: int = 0, noise: float = 0.0, max_positions: int = 64):
     """noise: added to every weight; a drafter of seed 0 and little noise is near the target."""
-    model = make_causal_lm(VOCAB, 16, 2, 2, 32, max_positions=64, seed=seed)
+    model = make_causal_lm(VOCAB, 16, 2, 2, 32, max_positions=max_positions, seed=seed)
     torch.manual_seed(seed)
     with torch.no_grad():
         model.output.weight.mul_(20.0)  # peaked enough that trees catch something
@@ -31,9 +31,12 @@ def tiny_target() -> TargetModel:
     return TargetModel(tiny_model().module, name="tiny")
 
 
-def entrant(name: str, role: str = "arm", objective: str | None = None, steps: int = 9, noise: float = 0.05) -> Entrant:
+def entrant(
+    name: str, role: str = "arm", objective: str | None = None, steps: int = 9, noise: float = 0.05,
+    max_positions: int = 64,
+) -> Entrant:  # fmt: skip
     """A drafter of a run whose weights are the target's and some noise."""
-    made = Drafter(tiny_model(0, noise))
+    made = Drafter(tiny_model(0, noise, max_positions))
     load: Callable[[], Drafter] = partial(lambda drafter: drafter, made)
     return Entrant(name, load, role, objective, steps)
 
