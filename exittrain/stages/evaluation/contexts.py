@@ -99,14 +99,18 @@ def measure_oracle(
 
 @torch.no_grad()
 def grow_oracles(
-    target: TargetModel, contexts: ContextSet, shape: TreeShape, sampling: Sampling, stop: StopFlag, description: str
-) -> TreeBatch:
-    """The oracle's tree at every context (CPU), grown in groups of bounded memory; draft_logprobs are the target's."""
+    target: TargetModel, contexts: ContextSet, shape: TreeShape, sampling: Sampling, stop: StopFlag, description: str,
+    builder: str = "oracle",
+) -> TreeBatch:  # fmt: skip
+    """The target's own tree at every context (CPU), grown in groups of bounded memory; draft_logprobs are the target's.
+
+    builder: `oracle` for the best tree of any depth; `best_first` keeps to shape.depth and shape.width.
+    """
     groups, grown = [], []
     with progress_bar(len(contexts), description, "contexts") as bar:
         most = max_trees(target.vocab_size, shape)
         for rows in anchor_groups([len(s) for s in contexts.sequences], contexts.tree_sequence, most):
-            trees = get_builder("oracle")(target.session(*contexts.group(rows), sampling), shape).trees
+            trees = get_builder(builder)(target.session(*contexts.group(rows), sampling), shape).trees
             groups.append(rows)
             grown.append(move_trees(trees, torch.device("cpu")))
             _advance(bar, stop)(rows.numel())

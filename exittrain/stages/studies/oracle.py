@@ -1,8 +1,9 @@
 """How good a tree could be, how near the drafter's trees come, and where the rest is lost (suite `oracle`).
 
-One oracle tree of the largest budget at each context, and one best-first tree of each drafter, give every budget: both
-builders put nodes in order of worth, so the first n nodes are the tree of budget n. The oracle grows in waves, all
-contexts of a group and all prefixes of a level that may still be among the best N in one forward of the target.
+One oracle tree of the largest budget at each context, one of the target's best trees of the drafters' depth, and one
+best-first tree of each drafter give every budget: the builders put nodes in order of worth, so the first n nodes are
+the tree of budget n. The target's trees grow in waves, all contexts of a group and all prefixes of a level that may
+still be among the best N in one forward of the target.
 
 Shapes: A contexts, B trees of a group, M nodes with the root.
 """
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from exittrain.build.base import TreeShape
+from exittrain.law.exit_law import batch_exit_law
 from exittrain.law.gap import CoverageGap, coverage_gap, first_nodes
 from exittrain.law.sampling import Sampling
 from exittrain.models.target import TargetModel
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class OracleTrees:
-    """The oracle's trees [A, M], nodes in the builder's order; draft_logprobs are the target's own edges."""
+    """The target's own trees [A, M], nodes in the builder's order; draft_logprobs are the target's edges."""
 
     trees: TreeBatch
 
@@ -84,13 +86,15 @@ class GapResult:
 def run_oracle(bench: Bench) -> StudyReport:
     """The study: every drafter at every temperature and budget, beside the oracle.
 
-    Raises InputError on an unknown drafter and where no context leaves room for the trees.
+    Raises InputError on an unknown drafter and where no context leaves room for the trees, the target's with a chain of
+    the largest budget.
     """
     settings = bench.settings
     assert isinstance(settings, OracleStudy)
     budgets, temperatures = sorted(set(settings.budgets)), list(dict.fromkeys(settings.temperatures))
     drafters = drafters_of(bench)
     contexts = bench.contexts(drafters, settings.depth, chain=budgets[-1])
+    capped = {t: capped_coverage(bench, contexts, budgets, t) for t in temperatures}
     results = {
         (name, temperature): gap_cell(bench, name, contexts, budgets, temperature)
         for name in drafters
@@ -101,13 +105,13 @@ def run_oracle(bench: Bench) -> StudyReport:
         for temperature in temperatures
         for (name, other), result in results.items()
         if other == temperature
-        for line in lines_of(name, temperature, result.gaps, result.sequence_ids, bench.bootstrap)
+        for line in lines_of(name, temperature, result.gaps, capped[temperature], result.sequence_ids, bench.bootstrap)
     ]
     return StudyReport(
         report_tables(lines, len(contexts), settings.depth),
-        {"block-length": curve_plot(lines), "gap": gap_plot(lines)},
+        {"block-length": curve_plot(lines, settings.depth), "gap": gap_plot(lines)},
         {"contexts": len(contexts), "sequences": len(set(contexts.ids)), "lines": [line.to_json() for line in lines]},
-        advice(lines, bench.default_drafter()),
+        advice(lines, bench.default_drafter(), settings.depth),
     )
 
 
@@ -122,23 +126,47 @@ def gap_cell(bench: Bench, name: str, contexts: ContextSet, budgets: Sequence[in
     """A stored cell; the oracle's trees are another, shared by all drafters of one temperature."""
     settings, subject, sampling = bench.settings, bench.subject(name), bench.at(temperature)
     shape = TreeShape(budgets[-1], settings.depth, settings.width)
-    common = {"contexts": contexts_hash(contexts), "temperature": temperature}
-    where = f"{settings.name}: temperature {temperature:g}"
 
     def make() -> GapResult:
-        oracle = bench.get(
-            OracleTrees, {**common, "budget": shape.budget},
-            lambda: OracleTrees(
-                grow_oracles(bench.target, contexts, shape, sampling, bench.stop, f"{where}, oracle")
-            ),
-        )  # fmt: skip
         return measure_gaps(
-            bench.target, subject.drafter, contexts, oracle.trees, shape, budgets, sampling, bench.stop,
-            f"{where}, {name}",
+            bench.target, subject.drafter, contexts, target_trees(bench, contexts, shape.budget, temperature), shape,
+            budgets, sampling, bench.stop, f"{settings.name}: temperature {temperature:g}, {name}",
         )  # fmt: skip
 
-    key = {**common, "drafter": subject.fingerprint, "shape": vars(shape), "budgets": list(budgets)}
+    key = {
+        "contexts": contexts_hash(contexts), "temperature": temperature, "drafter": subject.fingerprint,
+        "shape": vars(shape), "budgets": list(budgets),
+    }  # fmt: skip
     return bench.get(GapResult, key, make)
+
+
+def target_trees(
+    bench: Bench, contexts: ContextSet, budget: int, temperature: float, depth: int | None = None
+) -> TreeBatch:
+    """A stored cell: the best trees of `budget` nodes, of at most `depth` levels where one is given, by the target."""
+    shape, limit = TreeShape(budget, depth or budget, budget), {} if depth is None else {"depth": depth}
+    name = "oracle" if depth is None else f"oracle of depth {depth}"
+    found = bench.get(
+        OracleTrees, {"contexts": contexts_hash(contexts), "temperature": temperature, "budget": budget, **limit},
+        lambda: OracleTrees(
+            grow_oracles(
+                bench.target, contexts, shape, bench.at(temperature), bench.stop,
+                f"{bench.settings.name}: temperature {temperature:g}, {name}",
+                "oracle" if depth is None else "best_first",
+            )
+        ),
+    )  # fmt: skip
+    return found.trees
+
+
+def capped_coverage(
+    bench: Bench, contexts: ContextSet, budgets: Sequence[int], temperature: float
+) -> dict[int, Floats]:
+    """budget -> [A] coverage of the best tree of at most the settings' depth: what a perfect drafter would reach."""
+    trees = target_trees(bench, contexts, budgets[-1], temperature, bench.settings.depth)
+    assert trees.draft_logprobs is not None  # builders always set them
+    edges = trees.draft_logprobs.double()
+    return {budget: batch_exit_law(*first_nodes(trees, edges, budget)).coverage.numpy() for budget in budgets}
 
 
 @torch.no_grad()

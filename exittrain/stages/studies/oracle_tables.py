@@ -36,16 +36,21 @@ NOTHING = 1e-6  # a missed mass that is rounding
 class Line:
     """One drafter at one temperature and budget; means over contexts. missed, exits: by place, see `law.gap`.
 
-    rounding: what is left of gap = sum of missed - spare, since the target scores a prefix once for each tree.
+    capped_block_length: of the best tree of no more levels than the drafter's. gap = C* - C = gap_of_depth, what the
+    limit costs, + gap_of_drafter, what a better drafter could win under it. rounding: what is left of gap = sum of
+    missed - spare, since the target scores a prefix once for each tree.
     """
 
     drafter: str
     temperature: float
     budget: int
     oracle_block_length: Estimate
+    capped_block_length: Estimate
     block_length: Estimate
     tree_efficiency: Estimate
     gap: Estimate
+    gap_of_depth: Estimate
+    gap_of_drafter: Estimate
     missed: dict[str, Estimate]
     spare: Estimate
     exits: dict[str, float]
@@ -62,14 +67,14 @@ class Line:
 
 
 def lines_of(
-    drafter: str, temperature: float, gaps: Mapping[int, Mapping[str, Floats]], clusters: Sequence[str],
-    bootstrap: Bootstrap,
+    drafter: str, temperature: float, gaps: Mapping[int, Mapping[str, Floats]], capped: Mapping[int, Floats],
+    clusters: Sequence[str], bootstrap: Bootstrap,
 ) -> list[Line]:  # fmt: skip
-    """One line a budget. gaps: budget -> the parts of `CoverageGap` over contexts; clusters: each context's sequence,
-    the bootstrap's unit."""
+    """One line a budget. gaps: budget -> the parts of `CoverageGap` over contexts; capped: budget -> coverage of the
+    best tree of the drafter's depth; clusters: each context's sequence, the bootstrap's unit."""
     lines = []
     for budget, parts in sorted(gaps.items()):
-        best, own = parts["oracle_coverage"], parts["coverage"]
+        best, within, own = parts["oracle_coverage"], capped[budget], parts["coverage"]
 
         def mean(values: Floats) -> Estimate:
             return bootstrap(iv.ratio, *iv.cluster_sums(values, clusters))
@@ -81,9 +86,10 @@ def lines_of(
         exits = {place: float(parts["exits"][:, i].mean()) for i, place in enumerate(PLACES)}
         lines.append(
             Line(
-                drafter, temperature, budget, mean(1 + best), mean(1 + own), efficiency, gap, missed, spare, exits, rest
+                drafter, temperature, budget, mean(1 + best), mean(1 + within), mean(1 + own), efficiency, gap,
+                mean(best - within), mean(within - own), missed, spare, exits, rest,
             )
-        )
+        )  # fmt: skip
     return lines
 
 
@@ -96,8 +102,8 @@ def report_tables(lines: Sequence[Line], num_contexts: int, depth: int) -> list[
     ]
 
 
-def advice(lines: Sequence[Line], drafter: str) -> list[str]:
-    """Where most of the missed mass leaves, at the largest budget, one sentence a temperature."""
+def advice(lines: Sequence[Line], drafter: str, depth: int) -> list[str]:
+    """What the depth limit and the drafter cost, and where most of the missed mass leaves, at the largest budget."""
     largest = max(line.budget for line in lines)
     sentences = []
     for line in lines:
@@ -105,7 +111,8 @@ def advice(lines: Sequence[Line], drafter: str) -> list[str]:
             continue
         head = (
             f"temperature {line.temperature:g}, {largest} nodes: {drafter} has a block length of "
-            f"{line.block_length.value:.2f} where the best tree has {line.oracle_block_length.value:.2f}"
+            f"{line.block_length.value:.2f}, the best tree of at most {depth} levels "
+            f"{line.capped_block_length.value:.2f}, the best of any depth {line.oracle_block_length.value:.2f}"
         )
         if not line.shares:
             sentences.append(f"{head}; nothing is missed.")
@@ -131,9 +138,9 @@ def _greedy_note(temperatures: Sequence[float], depth: int) -> str:
     if not any(Sampling(t).greedy for t in temperatures):
         return ""
     return (
-        f" At temperature 0 the target knows one continuation: C*(N) = N, a chain as long as the budget, while the "
-        f"drafter's trees end at depth {depth}. Where they follow it that far, all of it that lies deeper is missed at "
-        "the horizon, and the larger the budget the more that outweighs all else."
+        f" At temperature 0 the target knows one continuation: C*(N) = N, a chain as long as the budget, of which "
+        f"{depth} levels are within the limit. Where the drafter's trees follow it that far, all that lies deeper is "
+        "missed at the horizon, and the larger the budget the more that outweighs all else."
     )
 
 
@@ -142,7 +149,8 @@ def _length_table(lines: Sequence[Line], num_contexts: int, depth: int) -> Table
     by_place = {(line.drafter, line.budget): line for line in lines}
     rows = []
     for budget in _of(lines, "budget"):
-        cells = [str(budget), _cell(by_place[drafters[0], budget].oracle_block_length)]
+        first = by_place[drafters[0], budget]
+        cells = [str(budget), _cell(first.oracle_block_length), _cell(first.capped_block_length)]
         for drafter in drafters:
             line = by_place[drafter, budget]
             cells += [_cell(line.block_length), _cell(line.tree_efficiency)]
@@ -150,9 +158,10 @@ def _length_table(lines: Sequence[Line], num_contexts: int, depth: int) -> Table
     names = [text for drafter in drafters for text in (f"{drafter}: 1 + C", f"{drafter}: tree efficiency")]
     return Table(
         f"temperature {temperature:g}: expected block length of the best tree and of the drafters'",
-        f"Exact: mean over {num_contexts:,} contexts, bonus token counted. C*(N) is the largest coverage a tree of "
-        f"N nodes can have, of any depth; tree efficiency = mean C / mean C*.{_greedy_note([temperature], depth)}",
-        ("budget N", "oracle: 1 + C*(N)", *names),
+        f"Exact: mean over {num_contexts:,} contexts, bonus token counted. C*(N) is the largest coverage a tree of N "
+        f"nodes can have, of any depth or of at most {depth} levels, as the drafters' trees have; tree efficiency = "
+        f"mean C / mean C* of any depth.{_greedy_note([temperature], depth)}",
+        ("budget N", "oracle: 1 + C*(N)", f"oracle of depth {depth}: 1 + C*(N)", *names),
         tuple(rows),
     )
 
@@ -171,16 +180,22 @@ def _gap_table(lines: Sequence[Line], depth: int) -> Table:
                 f"{line.temperature:g}",
                 str(line.budget),
                 _cell(line.gap),
+                _cell(line.gap_of_depth),
+                _cell(line.gap_of_drafter),
                 *missed,
                 number(line.spare.value),
             )
         )
     return Table(
-        "Where the gap lies: C*(N) - C = all that is missed - spare",
-        "Missed: reach of the oracle's prefixes that the drafter's tree lacks, by the node of that tree at which they "
-        "leave it, in tokens a block (share of all missed). Spare: reach of the tree's prefixes that are none of the "
-        f"oracle's.{_greedy_note(_of(lines), depth)}",
-        ("drafter", "temperature", "budget N", "gap C* - C", *(f"missed: {NAMES[place]}" for place in PLACES), "spare"),
+        "Where the gap lies: C*(N) - C = depth limit + drafter = all that is missed - spare",
+        f"Depth limit: C* of any depth less C* of at most {depth} levels. Drafter: the latter less C, what a better "
+        "one could win in trees of this depth. Missed: reach of the oracle's prefixes that the drafter's tree lacks, "
+        "by the node of that tree at which they leave it, in tokens a block (share of all missed). Spare: reach of the "
+        f"tree's prefixes that are none of the oracle's.{_greedy_note(_of(lines), depth)}",
+        (
+            "drafter", "temperature", "budget N", "gap C* - C", "of it depth limit", "of it drafter",
+            *(f"missed: {NAMES[place]}" for place in PLACES), "spare",
+        ),
         tuple(rows),
     )  # fmt: skip
 
@@ -202,16 +217,19 @@ def _cell(estimate: Estimate) -> str:
     return interval(Interval.of(estimate))
 
 
-def curve_plot(lines: Sequence[Line]) -> str:
-    """Block length by budget, of the oracle and of every drafter; a panel a temperature."""
+def curve_plot(lines: Sequence[Line], depth: int) -> str:
+    """Block length by budget, of the oracle with and without the depth limit and of every drafter; a panel a
+    temperature."""
     temperatures, drafters, budgets = _of(lines), _of(lines, "drafter"), _of(lines, "budget")
     with figure(min(12.0, 1.2 + 3.0 * len(temperatures)), 3.4, len(temperatures)) as (made, axes):
         for axis, temperature in zip(axes, temperatures, strict=True):
             for place, drafter in enumerate(drafters):
                 here = [line for line in lines if (line.temperature, line.drafter) == (temperature, drafter)]
                 if place == 0:
-                    best = [line.oracle_block_length.value for line in here]
-                    axis.plot(budgets, best, "--o", color=INK, markersize=3.5, linewidth=1.2, label="oracle, 1 + C*(N)")
+                    style: Any = {"color": INK, "markersize": 3.5, "linewidth": 1.2}
+                    best, capped = ([getattr(x, f"{n}_block_length").value for x in here] for n in ("oracle", "capped"))
+                    axis.plot(budgets, best, "--o", label="oracle, 1 + C*(N)", **style)
+                    axis.plot(budgets, capped, ":s", label=f"oracle of depth {depth}", **style)
                 _curve(axis, budgets, [line.block_length for line in here], PALETTE[place % len(PALETTE)], drafter)
             axis.set_xscale("log", base=2)
             axis.set_xticks(budgets, [str(budget) for budget in budgets])

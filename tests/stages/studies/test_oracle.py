@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from exittrain.build.base import TreeShape
+from exittrain.build.registry import get_builder
 from exittrain.drafters.base import Drafter
 from exittrain.drafters.scratch import make_causal_lm
 from exittrain.errors import InputError, Interrupted
-from exittrain.law.gap import PLACES
+from exittrain.law.exit_law import batch_exit_law
+from exittrain.law.gap import PLACES, first_nodes
 from exittrain.models.target import TargetModel
 from exittrain.runtime.signals import StopFlag
 from exittrain.stages.conversations.store import TokenSequence
@@ -89,8 +91,11 @@ def test_the_whole_study(target, entrants, tmp_path):
         (t, d, n) for t in (1.0, 0.0) for d in ("warm start", "near") for n in BUDGETS
     ]
     for line in lines:
-        best, own = line["oracle_block_length"], line["block_length"]
-        assert 1 <= own["low"] <= own["value"] <= own["high"] and own["value"] <= best["value"] + 1e-6
+        best, capped, own = (line[f"{name}block_length"] for name in ("oracle_", "capped_", ""))
+        assert 1 <= own["low"] <= own["value"] <= own["high"] and own["value"] <= capped["value"] + 1e-6
+        assert capped["value"] <= best["value"] + 1e-6
+        assert line["gap_of_depth"]["value"] == pytest.approx(best["value"] - capped["value"], abs=1e-9)
+        assert line["gap_of_drafter"]["value"] == pytest.approx(capped["value"] - own["value"], abs=1e-9)
         assert line["gap"]["value"] == pytest.approx(best["value"] - own["value"], abs=1e-9)
         missed = sum(part["value"] for part in line["missed"].values())
         assert line["gap"]["value"] == pytest.approx(missed - line["spare"]["value"], abs=1e-5)
@@ -99,11 +104,12 @@ def test_the_whole_study(target, entrants, tmp_path):
         assert set(line["exits"]) == set(PLACES) and sum(line["exits"].values()) == pytest.approx(1, abs=1e-6)
         if line["temperature"] == 0:
             assert best["value"] == pytest.approx(1 + line["budget"])
+            assert capped["value"] == pytest.approx(1 + min(DEPTH, line["budget"]))
     near = [x["block_length"]["value"] for x in lines if x["drafter"] == "near" and x["temperature"] == 1]
     assert near == sorted(near) and near[0] < near[-1]
     assert len(report.advice) == 2 and all("near" in line for line in report.advice)
     text = (tmp_path / "table.md").read_text()
-    assert "C*(N) = N" in text and "near: tree efficiency" in text
+    assert "C*(N) = N" in text and "near: tree efficiency" in text and "oracle of depth 3: 1 + C*(N)" in text
     for name in ("block-length", "gap"):
         assert (tmp_path / f"{name}.svg").read_text().startswith("<svg")
 
@@ -126,6 +132,34 @@ def test_one_tree_serves_all_budgets(target, entrants, tmp_path):
             np.testing.assert_allclose(rest, 0, atol=1e-5)  # at every context
 
 
+def test_the_capped_oracle_is_the_best_tree_of_its_depth(target, entrants, tmp_path):
+    """Between the drafter's and the oracle's at every context, equal to a target that drafts for itself under the same
+    limit, and to the oracle wherever that is no deeper. The first n nodes are the tree of budget n, ties included."""
+    bench = bench_of(target, entrants, tmp_path)
+    contexts = bench.contexts(["near"], DEPTH, chain=max(BUDGETS))
+    places = (contexts.sequences, contexts.tree_sequence, contexts.anchors)
+    deep = oracle.target_trees(bench, contexts, max(BUDGETS), 1.0)
+    capped = oracle.capped_coverage(bench, contexts, BUDGETS, 1.0)
+    near, own = (oracle.gap_cell(bench, name, contexts, BUDGETS, 1.0).gaps for name in ("near", "self"))
+    shared = 0
+    for budget, coverage in capped.items():
+        assert (coverage <= near[budget]["oracle_coverage"] + 1e-6).all()
+        assert (near[budget]["coverage"] <= coverage + 1e-6).all()
+        np.testing.assert_allclose(own[budget]["coverage"], coverage, atol=1e-6)  # width 8 is no limit here
+        alone = get_builder("best_first")(
+            target.session(*places, bench.at(1.0)), TreeShape(budget, DEPTH, budget)
+        ).trees
+        np.testing.assert_allclose(batch_exit_law(alone, alone.draft_logprobs.double()).coverage, coverage, atol=1e-6)
+        shallow = first_nodes(deep, deep.draft_logprobs.double(), budget)[0].depths.amax(1).numpy() <= DEPTH
+        np.testing.assert_allclose(coverage[shallow], near[budget]["oracle_coverage"][shallow], atol=1e-6)
+        shared += int(shallow.sum())
+    assert 0 < shared < len(BUDGETS) * len(contexts)
+    assert (near[12]["oracle_coverage"] - capped[12]).max() > 0.01
+    free = bench_of(target, entrants, tmp_path, depth=max(BUDGETS))
+    for budget, coverage in oracle.capped_coverage(free, contexts, BUDGETS, 1.0).items():
+        np.testing.assert_allclose(coverage, near[budget]["oracle_coverage"], atol=1e-6)
+
+
 def test_the_targets_own_trees_miss_only_what_lies_below_the_limit(target, entrants, tmp_path):
     bench = bench_of(target, entrants, tmp_path, depth=2, width=VOCAB)
     contexts = bench.contexts(["near"], DEPTH, chain=max(BUDGETS))
@@ -135,8 +169,9 @@ def test_the_targets_own_trees_miss_only_what_lies_below_the_limit(target, entra
     free = bench_of(target, entrants, tmp_path, depth=max(BUDGETS), width=VOCAB)
     gaps = oracle.gap_cell(free, "self", contexts, BUDGETS, 1.0).gaps
     assert max(parts["missed"].max() + parts["spare"].max() for parts in gaps.values()) < 1e-6
-    lines = lines_of("self", 1.0, gaps, contexts.ids, Bootstrap(20))
-    assert "nothing is missed" in advice(lines, "self")[0]
+    capped = oracle.capped_coverage(free, contexts, BUDGETS, 1.0)
+    lines = lines_of("self", 1.0, gaps, capped, contexts.ids, Bootstrap(20))
+    assert "nothing is missed" in advice(lines, "self", max(BUDGETS))[0]
 
 
 def test_a_stopped_study_goes_on_from_its_cells(target, entrants, tmp_path, monkeypatch):
@@ -146,7 +181,7 @@ def test_a_stopped_study_goes_on_from_its_cells(target, entrants, tmp_path, monk
 
     def counted(*args):
         grown.append(1)
-        if len(grown) == 2:
+        if len(grown) == 3:
             stop.set("SIGTERM")
         return original(*args)
 
@@ -155,16 +190,16 @@ def test_a_stopped_study_goes_on_from_its_cells(target, entrants, tmp_path, monk
         run(target, entrants, tmp_path / "cut", stop=stop)
     assert not (tmp_path / "cut" / "study.json").exists()
     cells = sorted((tmp_path / "cut" / "cells").iterdir())
-    assert len(cells) == 2  # the first temperature's oracle and gap
+    assert len(cells) == 2  # both temperatures' capped oracles
     for cell in cells:
         if "token_ids" in cell.read_text():
             cell.write_text(cell.read_text().replace('"parents"', '"fathers"'))  # damaged: made again where needed
     run(target, entrants, tmp_path / "cut")
-    assert len(grown) == 4  # cut off, damaged, and the one that was never made
+    assert len(grown) == 7  # cut off, two damaged, and the two that were never made
     names = ("study.json", "table.md", "gap.svg", "block-length.svg")
     assert all((tmp_path / "cut" / n).read_bytes() == (tmp_path / "whole" / n).read_bytes() for n in names)
     run(target, entrants, tmp_path / "cut")
-    assert len(grown) == 4
+    assert len(grown) == 7
 
 
 def test_which_drafters(target, entrants, tmp_path):
@@ -179,7 +214,8 @@ def test_which_drafters(target, entrants, tmp_path):
 def line_with(budget: int = 8, **missed: float) -> Line:
     some = Estimate(1.0)
     parts = {place: Estimate(missed.get(place, 0.0)) for place in PLACES}
-    return Line("d", 0.5, budget, some, some, some, some, parts, some, dict.fromkeys(PLACES, 0.25), 0.0)
+    exits = dict.fromkeys(PLACES, 0.25)
+    return Line("d", 0.5, budget, some, Estimate(2.5), some, some, some, some, some, parts, some, exits, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -192,9 +228,11 @@ def line_with(budget: int = 8, **missed: float) -> Line:
     ],
 )
 def test_advice_names_where_most_is_missed(missed, words):
-    sentences = advice([line_with(4, root=9), line_with(8, **missed)], "d")
+    sentences = advice([line_with(4, root=9), line_with(8, **missed)], "d", 6)
     assert len(sentences) == 1 and words in sentences[0] and "8 nodes" in sentences[0]
+    assert "the best tree of at most 6 levels 2.50" in sentences[0]
 
 
 def test_one_budget_is_still_a_plot():
-    assert curve_plot([line_with()]).startswith("<svg")
+    drawn = curve_plot([line_with()], 6)
+    assert drawn.startswith("<svg") and "oracle of depth 6" in drawn
