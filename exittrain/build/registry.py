@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from exittrain.build.base import Builder
+from exittrain.build.base import Builder, TreeShape
 from exittrain.build.beam import build_beam
 from exittrain.build.best_first import build_best_first
 from exittrain.build.oracle import build_oracle
-from exittrain.build.sampled import SampledBuilder, build_sampled_iid, build_sampled_wor
-from exittrain.build.static import build_static
+from exittrain.build.sampled import SampledBuilder, build_sampled_iid, build_sampled_wor, gapless_paths
+from exittrain.build.static import build_static, rank_paths
 from exittrain.errors import InputError, nearest
 
 BUILDERS: dict[str, Builder] = {
@@ -34,3 +34,11 @@ def drawn_by(name: str) -> str:
     """
     builder = get_builder(name)
     return builder.drawn if isinstance(builder, SampledBuilder) else "top"
+
+
+def check_shape(name: str, shape: TreeShape) -> None:
+    """Raises InputError where that builder cannot fill the shape (see `rank_paths`, `gapless_paths`)."""
+    if drawn_by(name) != "top":
+        gapless_paths(shape)
+    elif name == "static":
+        rank_paths(shape)

@@ -10,6 +10,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 Positive = Annotated[int, Field(gt=0)]
 Temperature = Annotated[float, Field(ge=0)]
 Temperatures = Temperature | Annotated[list[Temperature], Field(min_length=1)]  # several: the steps take turns
+Builder = Literal["best_first", "beam", "static", "sampled_iid", "sampled_wor"]
 Objective = Literal["token", "exit", "exit_depth", "reach", "exit_kl", "reach_kl", "accept_tv", "accept_lk"]
 
 
@@ -77,11 +78,11 @@ class SamplingSection(Section):
 
 
 class TreeSection(Section):
-    builder: Literal["best_first", "beam", "static"] = "best_first"
+    builder: Builder = "best_first"
     budget: Annotated[int, Field(gt=0, le=4096)] = 16  # build.base.MAX_BUDGET, without importing torch for it
     depth: Positive = 6
     width: Positive = 8
-    branching: str | list[list[int]] = "chain"  # static only
+    branching: str | list[list[int]] = "chain"  # static and sampled
 
 
 class SourceSection(Section):
@@ -166,7 +167,7 @@ class EvalSection(Section):
     tasks: list[str] = []  # names of eval/benchmarks, or JSONL files of prompts; `heldout` is the run's held-out data
     prompts_per_task: Positive | None = None
     verifiers: list[str] = ["tev"]  # known ones, or `auto`: tree and verifier by each drafter's calibration
-    builder: Literal["best_first", "beam", "static", "sampled_iid", "sampled_wor"] | None = None  # default: tree's
+    builder: Builder | None = None  # default: tree's
     branching: str | list[list[int]] | None = None  # static and sampled; default: tree's
     temperatures: list[Annotated[float, Field(ge=0)]] = [1.0]
     max_new_tokens: Positive = 64

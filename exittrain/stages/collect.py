@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from exittrain.stages.context import StageContext, say
 from exittrain.stages.coverage import ScoredTrees, draw_and_score
 from exittrain.stages.training.scoring import row_chunks
 from exittrain.stages.training.sequences import SequenceSet, choose_anchors
-from exittrain.stages.training.trees import anchor_groups, max_trees, move_trees
+from exittrain.stages.training.trees import anchor_groups, max_trees, move_trees, tree_generators
 from exittrain.stages.warmup import start_stage, training_sequences, warm_drafter
 
 STAGE = "collect"
@@ -91,6 +92,11 @@ def _shards(sequences: SequenceSet, section: CollectSection, seed: int) -> list[
     return [sequences.select(part.tolist()) for part in chosen.tensor_split(min(section.shards, count))]
 
 
+def collected_generators(builder: str, places: Iterable[tuple[str, int]], seed: int) -> list[torch.Generator] | None:
+    """What the trees at (sequence id, anchor) are drawn from: that arms may draw them again from the same numbers."""
+    return tree_generators(builder, places, seed, STAGE, "tree")
+
+
 class Collector:
     """Trees of one drafter, scored by one target, as rows."""
 
@@ -100,7 +106,8 @@ class Collector:
         self.drafter_hash = self._drafter.fingerprint()
 
     def rows(self, sequences: SequenceSet, seed: int) -> list[dict[str, Any]]:
-        """One row an anchor, ordered by sequence and anchor; a sequence's anchors depend on (seed, its id) only."""
+        """One row an anchor, ordered by sequence and anchor; a sequence's anchors depend on (seed, its id) only, what
+        its trees are drawn from on the anchor too."""
         shape, target = self._context.shape, self._target
         per_sequence, last = self._section.anchors_per_sequence, target.max_positions - shape.depth - 1
         owners, places = [], []
@@ -111,16 +118,18 @@ class Collector:
             owners.append(torch.full_like(anchors, i))
             places.append(anchors)
         tree_sequence, anchors = torch.cat(owners), torch.cat(places)
+        names = [sequences.ids[i] for i in tree_sequence.tolist()]
+        builder = self._context.recipe.tree.builder
+        generators = collected_generators(builder, zip(names, anchors.tolist(), strict=True), seed)
         rows: list[dict[str, Any] | None] = [None] * len(anchors)
         for group in anchor_groups(sequences.lengths, tree_sequence, max_trees(target.vocab_size, shape)):
             self._context.stop.raise_if_set()
             scored = draw_and_score(
                 target, self._drafter, sequences.tokens, tree_sequence, anchors, group,
-                shape, self._context.sampling, self._context.recipe.tree.builder,
-                whole=self._section.top_k_logprobs > 0,
+                shape, self._context.sampling, builder, self._section.top_k_logprobs > 0, generators,
             )  # fmt: skip
-            names = [sequences.ids[i] for i in tree_sequence[group].tolist()]
-            for row, record in zip(group.tolist(), self._records(scored, names, anchors[group].tolist()), strict=True):
+            own = [names[row] for row in group.tolist()]
+            for row, record in zip(group.tolist(), self._records(scored, own, anchors[group].tolist()), strict=True):
                 rows[row] = record
         return [row for row in rows if row is not None]
 

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from exittrain.build.base import TreeShape
-from exittrain.build.registry import get_builder
 from exittrain.law.exit_law import ExitLaw, batch_exit_law
 from exittrain.law.sampling import Sampling
 from exittrain.stages.training.scoring import Edges, score_edges, tree_edges
-from exittrain.stages.training.trees import anchor_groups, group_inputs, max_trees
+from exittrain.stages.training.trees import anchor_groups, group_inputs, grow_merged, max_trees
 from exittrain.tree.batch import TreeBatch
 
 if TYPE_CHECKING:
@@ -63,17 +62,20 @@ def coverage_of(
     sampling: Sampling,
     builder: str = "best_first",
     progress: Callable[[int], None] | None = None,
+    generators: Sequence[torch.Generator] | None = None,
 ) -> Coverage:
     """Draw the drafter's tree at every anchor and score it with the target behind its full context.
 
     sequences: S 1-D token tensors; tree_sequence [R]: which sequence; anchors [R]: position of the root in it.
-    `progress` is told how many anchors each finished group had.
+    `progress` is told how many anchors each finished group had. generators: one an anchor, for sampled builders.
     """
     count = anchors.numel()
     coverage, num_nodes = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.int64)
     depth_reach = torch.zeros(count, shape.depth, dtype=torch.float64)
     for rows in anchor_groups([len(s) for s in sequences], tree_sequence, max_trees(target.vocab_size, shape)):
-        scored = draw_and_score(target, drafter, sequences, tree_sequence, anchors, rows, shape, sampling, builder)
+        scored = draw_and_score(
+            target, drafter, sequences, tree_sequence, anchors, rows, shape, sampling, builder, generators=generators
+        )
         coverage[rows] = scored.law.coverage.cpu()
         depth_reach[rows] = reach_by_depth(scored.trees, scored.law.reach, shape.depth).cpu()
         num_nodes[rows] = scored.trees.valid.sum(1).cpu() - 1
@@ -94,13 +96,15 @@ def draw_and_score(
     sampling: Sampling,
     builder: str = "best_first",
     whole: bool = False,
+    generators: Sequence[torch.Generator] | None = None,
 ) -> ScoredTrees:
-    """The drafter's trees at the anchors `rows` and the target's exit law on them.
+    """The drafter's trees at the anchors `rows` and the target's exit law on them; twins are merged.
 
-    Leaves are not run through the target, their reach is read at their parents; `whole` runs them too.
+    Leaves are not run through the target, their reach is read at their parents; `whole` runs them too. generators: one
+    for each of all anchors, for sampled builders.
     """
     inputs = group_inputs(sequences, tree_sequence, anchors, rows)
-    trees = get_builder(builder)(drafter.session(*inputs, sampling), shape).trees
+    trees = grow_merged(drafter.session(*inputs, sampling), shape, builder, generators, rows)
     used, local, positions = inputs
     edges = tree_edges(trees, trees.valid if whole else None)
     hidden = target.tree_hidden(used, edges.inner, local, positions).flatten(0, 1)[edges.places]

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from exittrain.build.base import TreeShape
-from exittrain.build.sampled import gapless_paths
-from exittrain.build.static import rank_paths
+from exittrain.build.registry import check_shape
 from exittrain.config.checks import verifier_problem
 from exittrain.config.schema import EvalSection, TrainSection
 from exittrain.errors import InputError
@@ -114,8 +113,7 @@ def eval_trees(settings: EvalSection, builder: str, shape: TreeShape) -> tuple[s
     line = verifier_problem(settings, builder, shape.branching)
     if line is not None:
         raise InputError(line)
-    if builder not in ("best_first", "beam"):
-        gapless_paths(shape) if builder.startswith("sampled") else rank_paths(shape)
+    check_shape(builder, shape)
     return builder, shape
 
 

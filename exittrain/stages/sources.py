@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from exittrain.build.static import rank_paths
+from exittrain.build.registry import check_shape
 from exittrain.config.schema import SourceSection
 from exittrain.models.loading import check_source
 from exittrain.stages.context import StageContext
@@ -29,8 +29,7 @@ def check_sources(context: StageContext, names: Sequence[str]) -> None:
     if "data" in names:
         for source in (recipe.data.train, recipe.data.heldout):
             _check_data(source)
-    if recipe.tree.builder == "static":
-        rank_paths(context.shape)
+    check_shape(recipe.tree.builder, context.shape)
     engine_config(recipe)
     if "eval" in names and recipe.eval is not None:
         for task in expand_tasks(recipe.eval.tasks):

@@ -16,6 +16,7 @@ from exittrain.models.target import TargetModel
 from exittrain.records.files import read_json, write_json
 from exittrain.records.shards import read_shards
 from exittrain.runtime.ranks import barrier, from_main, is_main, on_all
+from exittrain.stages.collect import collected_generators
 from exittrain.stages.context import StageContext, say
 from exittrain.stages.training.drafter_loss import LossSettings
 from exittrain.stages.training.drafter_task import DrafterTask
@@ -128,7 +129,7 @@ def _run_arm(
 
     def evaluate() -> dict[str, float]:
         assert held_out is not None  # the hook is only set then
-        return {**held_out.measure(arm.drafter), **_staleness(arm, sequences)}
+        return {**held_out.measure(arm.drafter), **_staleness(arm, sequences, context.recipe.seed)}
 
     def save_best() -> None:
         if is_main():
@@ -156,13 +157,15 @@ def _run_arm(
     barrier()
 
 
-def _staleness(arm: Arm, sequences: SequenceSet) -> dict[str, float]:
-    """For an arm on stored trees: how far its drafter has left them behind."""
+def _staleness(arm: Arm, sequences: SequenceSet, seed: int) -> dict[str, float]:
+    """For an arm on stored trees: how far its drafter has left them behind. seed: the recipe's."""
     if arm.stored is None:
         return {}
     chosen = torch.randperm(len(arm.stored.anchors), generator=generator_for(arm.settings.seed, "staleness"))
     loss, rows = arm.loss, chosen[:STALENESS_TREES].sort().values
-    return staleness(arm.drafter, sequences.tokens, arm.stored, rows, loss.shape, loss.samplings[0], loss.builder)
+    generators = collected_generators(loss.builder, arm.stored.places(sequences, rows), seed)
+    tree = (loss.shape, loss.samplings[0], loss.builder, generators)
+    return staleness(arm.drafter, sequences.tokens, arm.stored, rows, *tree)
 
 
 def arm_steps(context: StageContext, name: str, folder: Path, target: TargetModel, sequences: SequenceSet) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
@@ -12,7 +13,9 @@ from exittrain.build.base import MAX_BUDGET, TreeShape
 from exittrain.build.registry import BUILDERS, drawn_by
 from exittrain.config.checks import EXACT_VERIFIERS
 from exittrain.config.load import load_recipe
+from exittrain.config.schema import Builder, Objective
 from exittrain.errors import InputError
+from exittrain.law.objectives import OBJECTIVES
 from exittrain.verify.registry import VERIFIERS
 
 BASE = {
@@ -143,6 +146,22 @@ def test_contradictions_are_found_before_anything_runs(recipe_file: Path, overri
 def test_eval_has_trees_of_its_own(recipe_file: Path, section: str) -> None:
     recipe = load_recipe(recipe_file, [f"eval={section}"])
     assert recipe.eval is not None and recipe.tree.builder == "best_first"
+
+
+def test_the_serving_tree_may_be_sampled(recipe_file: Path) -> None:
+    recipe = load_recipe(
+        recipe_file,
+        ["tree={builder: sampled_iid, branching: 2-ary}", "train.arms.reach.objective=accept_lk",
+         "eval={tasks: [heldout], verifiers: [rrs, traversal]}"],
+    )  # fmt: skip
+    assert recipe.train is not None and recipe.train.arms["reach"].objective == "accept_lk"
+    line = fail(recipe_file, "tree={builder: sampled_wor}", "eval={tasks: [heldout], verifiers: [rrs]}")
+    assert "biased on trees of 'sampled_wor'" in line
+
+
+def test_objectives_and_builders_are_those_of_the_registries() -> None:
+    assert get_args(Objective) == tuple(OBJECTIVES)
+    assert set(get_args(Builder)) == set(BUILDERS) - {"oracle"}
 
 
 def test_what_is_exact_for_what_is_as_the_registries_say() -> None:

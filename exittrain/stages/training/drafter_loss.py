@@ -54,7 +54,9 @@ class LossSettings:
     @property
     def depth_limit(self) -> int:
         """The deepest level a tree may have: leaves there reached the end, they miss nothing (math.md section 8)."""
-        return max(map(len, rank_paths(self.shape))) if self.builder == "static" else self.shape.depth
+        if self.builder in ("best_first", "beam"):
+            return self.shape.depth
+        return max(map(len, rank_paths(self.shape)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exittrain.build.registry import drawn_by
 from exittrain.drafters.base import Drafter
 from exittrain.errors import InputError
 from exittrain.law.exit_law import batch_exit_law
@@ -26,14 +27,15 @@ from exittrain.stages.training.loop import Sums
 from exittrain.stages.training.scoring import score_edges, tree_edges
 from exittrain.stages.training.sequences import Plan, SequenceSet, batch_at, choose_anchors, micro_batches
 from exittrain.stages.training.settings import LoopSettings
-from exittrain.stages.training.trees import StoredTrees, draw_trees, move_trees, take_trees
+from exittrain.stages.training.trees import StoredTrees, draw_trees, move_trees, take_trees, tree_generators
 from exittrain.tree.batch import TreeBatch
 
 TARGET_TOKENS = 8192  # columns of one forward of the target
 
 
 class DrafterTask:
-    """A `loop.Task`. Order of sequences, anchors and (given the drafter) trees are functions of (seed, step)."""
+    """A `loop.Task`. Order of sequences, anchors and (given the drafter) trees are functions of (seed, step): a sampled
+    tree's draws of (seed, step, sequence, anchor), whatever the rank and the arm."""
 
     def __init__(
         self, drafter: Drafter, target: TargetModel, sequences: SequenceSet, loop: LoopSettings, loss: LossSettings,
@@ -105,7 +107,7 @@ class DrafterTask:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for step, (tokens, parents, depths, valid, scores) in state["drawn"].items():
-            trees = TreeBatch(tokens, parents, depths, valid, drawn="top", draft_logprobs=scores)
+            trees = TreeBatch(tokens, parents, depths, valid, drawn_by(self._loss.builder), scores)
             self._drawn[step] = move_trees(trees, self._target.device)
 
     # How a step is made.
@@ -139,15 +141,18 @@ class DrafterTask:
             loss, every = self._loss, self._loss.refresh_every
             block = range(step, min((step // every + 1) * every, self._loop.steps))
             sequences: list[Tensor] = []
-            tree_sequence, anchors = [], []
+            tree_sequence, anchors, generators = [], [], []
             for later in block:
                 indices, local, positions, _ = self._own(self._plan(later))
+                names = [self._sequences.ids[indices[i]] for i in local.tolist()]
+                places = zip(names, positions.tolist(), strict=True)
+                generators += tree_generators(loss.builder, places, self._loop.seed, "tree", later) or []
                 tree_sequence.append(local + len(sequences))
                 anchors.append(positions)
                 sequences += [self._sequences.tokens[i] for i in indices]
             trees = draw_trees(
                 self._drafter, sequences, torch.cat(tree_sequence), torch.cat(anchors),
-                loss.shape, loss.sampling_at(step), loss.builder,
+                loss.shape, loss.sampling_at(step), loss.builder, generators or None,
             )  # fmt: skip
             rows = torch.split(torch.arange(len(trees)), [len(part) for part in anchors])
             self._drawn = {later: take_trees(trees, part) for later, part in zip(block, rows, strict=True)}

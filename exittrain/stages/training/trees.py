@@ -1,24 +1,28 @@
 """Trees to train on: drawn by the current drafter, or read from the shards that `collect` wrote.
 
+The exit law, and so every objective, is one of trees without twins: those of i.i.d. trees are merged as they are drawn.
+
 Shapes: R trees over the sequences of a batch, M nodes with the root.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from exittrain.build.base import TreeShape
-from exittrain.build.registry import get_builder
+from exittrain.build.base import DraftSession, TreeShape
+from exittrain.build.registry import drawn_by, get_builder
 from exittrain.drafters.base import Drafter
 from exittrain.errors import InputError
 from exittrain.law.sampling import Sampling
+from exittrain.law.seeding import Part, generator_for
 from exittrain.stages.training.sequences import SequenceSet
 from exittrain.tree.batch import TreeBatch
+from exittrain.tree.merge import merge_batch
 
 MAX_TOKENS = 8192  # padded sequence tokens of one group
 MAX_TREES = 1024  # trees of one group
@@ -58,18 +62,37 @@ def group_inputs(
     return [sequences[i] for i in used.tolist()], local, anchors[rows]
 
 
+def tree_generators(builder: str, places: Iterable[tuple[str, int]], *parts: Part) -> list[torch.Generator] | None:
+    """One generator a tree at (sequence id, anchor), a function of that and of `parts` alone: ranks, neighbours and
+    what was drawn before do not matter. None where the builder draws nothing."""
+    if drawn_by(builder) == "top":
+        return None
+    return [generator_for(*parts, *place) for place in places]
+
+
+def grow_merged(
+    session: DraftSession, shape: TreeShape, builder: str, generators: Sequence[torch.Generator] | None, rows: Tensor
+) -> TreeBatch:
+    """The session's trees, twins merged. generators: of all trees; rows: which of them the session's are."""
+    own = None if generators is None else [generators[row] for row in rows.tolist()]
+    return merge_batch(get_builder(builder)(session, shape, own).trees)[0]
+
+
 @torch.no_grad()
 def draw_trees(
     drafter: Drafter, sequences: Sequence[Tensor], tree_sequence: Tensor, anchors: Tensor, shape: TreeShape,
-    sampling: Sampling, builder: str,
+    sampling: Sampling, builder: str, generators: Sequence[torch.Generator] | None = None,
 ) -> TreeBatch:  # fmt: skip
-    """The drafter's trees at R anchors, in the order given, drawn in groups of bounded memory."""
+    """The drafter's trees at R anchors, in the order given, drawn in groups of bounded memory; twins are merged.
+
+    generators: `tree_generators`, one an anchor. Raises InputError where a sampled builder gets none.
+    """
     groups, drawn = [], []
     most = max_trees(drafter.model.vocab_size, shape)
     for rows in anchor_groups([len(s) for s in sequences], tree_sequence, most):
         session = drafter.session(*group_inputs(sequences, tree_sequence, anchors, rows), sampling)
         groups.append(rows)
-        drawn.append(get_builder(builder)(session, shape).trees)
+        drawn.append(grow_merged(session, shape, builder, generators, rows))
     return join_trees(drawn, groups)
 
 
@@ -84,9 +107,10 @@ def join_trees(parts: Sequence[TreeBatch], rows: Sequence[Tensor]) -> TreeBatch:
 
     if count == 0:
         empty = torch.zeros((0, 1), dtype=torch.int64)
-        return TreeBatch(empty, empty, empty, empty.bool(), "top", empty.float())
+        return TreeBatch(empty, empty, empty, empty.bool(), None, empty.float())
     return TreeBatch(
-        column("token_ids"), column("parents"), column("depths"), column("valid"), "top", column("draft_logprobs")
+        column("token_ids"), column("parents"), column("depths"), column("valid"),
+        parts[0].drawn, column("draft_logprobs"),
     )  # fmt: skip
 
 
@@ -114,7 +138,7 @@ def move_trees(trees: TreeBatch, device: torch.device) -> TreeBatch:
 @dataclass(frozen=True, eq=False)
 class StoredTrees:
     """Trees from shards: trees [R], anchors [R], edge_logprobs [R, M] of the target; members[i]: the rows of the i-th
-    sequence of the set."""
+    sequence of the set. How the trees were drawn is not recorded."""
 
     trees: TreeBatch
     anchors: Tensor
@@ -146,6 +170,11 @@ class StoredTrees:
         trees, edges = _padded(rows)
         return cls(trees, torch.tensor([row["anchor"] for row in rows]), edges, members)
 
+    def places(self, sequences: SequenceSet, rows: Tensor) -> list[tuple[str, int]]:
+        """(sequence id, anchor) of the trees at `rows`."""
+        owners = {row: i for i, members in enumerate(self.members) for row in members.tolist()}
+        return [(sequences.ids[owners[row]], int(self.anchors[row])) for row in rows.tolist()]
+
     def choose(self, indices: Sequence[int], per_sequence: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """(tree_sequence [R] into `indices`, rows [R]): at most `per_sequence` stored trees of each sequence."""
         picked = [
@@ -164,5 +193,5 @@ def _padded(rows: Sequence[Mapping[str, Any]]) -> tuple[TreeBatch, Tensor]:
     tokens, parents, depths = (column(name, torch.int64) for name in ("token_ids", "parents", "depths"))
     valid = torch.arange(tokens.shape[1]) < torch.tensor([len(row["token_ids"]) for row in rows])[:, None]
     scores = column("draft_logprob", torch.float32, [0.0])
-    trees = TreeBatch(tokens, parents, depths, valid, "top", scores)
+    trees = TreeBatch(tokens, parents, depths, valid, draft_logprobs=scores)
     return trees, column("target_logprob", torch.float64, [0.0])

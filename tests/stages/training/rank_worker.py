@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -34,7 +35,8 @@ def main() -> None:
     settings = LoopSettings(
         **{"steps": 4, "batch_size": 5, "micro_batch_size": 2, "lr": 1e-2, "log_every": 1, **asked["loop"]}
     )
-    loss = LossSettings(objective=asked["objective"], shape=SHAPE, anchors_per_sequence=3, refresh_every=3)
+    tree = {"builder": asked.get("builder", "best_first"), "shape": replace(SHAPE, branching="2-ary")}
+    loss = LossSettings(objective=asked["objective"], anchors_per_sequence=3, refresh_every=3, **tree)
     drafter, stop = make_drafter(), StopFlag()
     task = DrafterTask(drafter, target, data, settings, loss)
     original = task.prepare

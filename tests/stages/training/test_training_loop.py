@@ -13,6 +13,7 @@ import pytest
 import torch
 from tiny_training import make_rows
 
+from exittrain.build.base import TreeShape
 from exittrain.errors import InputError, Interrupted
 from exittrain.law.sampling import Sampling
 from exittrain.runtime.signals import StopFlag
@@ -25,6 +26,12 @@ from exittrain.stages.training.sequences import SequenceSet
 from exittrain.stages.training.settings import LoopSettings
 
 TREE_LOSS = {"objective": "reach_kl", "refresh_every": 4}
+SAMPLED_LOSS = {
+    "objective": "accept_lk",
+    "refresh_every": 4,
+    "builder": "sampled_iid",
+    "shape": TreeShape(6, 3, branching="2-ary"),
+}
 
 
 class StopAfter(StopFlag):
@@ -60,7 +67,7 @@ def without_clock(path: Path) -> list[dict]:
     return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in read_metrics(path)]
 
 
-@pytest.mark.parametrize("loss", [{}, TREE_LOSS], ids=["token", "trees"])
+@pytest.mark.parametrize("loss", [{}, TREE_LOSS, SAMPLED_LOSS], ids=["token", "trees", "sampled"])
 def test_resumed_twice_equals_uninterrupted(make_task: Callable, tmp_path: Path, loss: dict) -> None:
     """Parameters, learning rates and the log are equal to the last bit (cases.md 74, 75, 76)."""
     loop = {"steps": 9, "save_every": 100, "log_every": 1}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_training import SHAPE, VOCAB, make_drafter
+from tiny_training import VOCAB, make_drafter
 
-from exittrain.build.best_first import build_best_first
+from exittrain.build.base import TreeShape
+from exittrain.build.registry import get_builder
 from exittrain.law.exit_law import batch_exit_law, edge_logprobs
 from exittrain.law.losses import ROW_LOSSES, cross_entropy_rows, draft_logprobs, kl_rows
 from exittrain.law.objectives import OBJECTIVES, node_terms
@@ -17,6 +18,8 @@ from exittrain.stages.training import scoring
 from exittrain.stages.training.engine import deepspeed_config
 from exittrain.stages.training.loop import Trainer
 from exittrain.stages.training.sequences import SequenceSet
+from exittrain.stages.training.trees import tree_generators
+from exittrain.tree.merge import merge_batch
 
 TREES = [name for name, objective in OBJECTIVES.items() if objective.on != "nothing"]
 
@@ -56,12 +59,14 @@ def plain_gradients(made, target, step: int) -> dict[str, torch.Tensor]:
             continue
         mine = (plan.tree_sequence == member).nonzero().flatten()
         session = made.drafter.session([sequence], torch.zeros_like(mine), plan.anchors[mine], loss.samplings[0])
-        trees = build_best_first(session, SHAPE).trees
+        places = [(task._sequences.ids[index], int(anchor)) for anchor in plan.anchors[mine]]
+        generators = tree_generators(loss.builder, places, task._loop.seed, "tree", step)
+        trees = merge_batch(get_builder(loss.builder)(session, loss.shape, generators).trees)[0]
         packed = pack([sequence], trees, torch.zeros_like(mine), plan.anchors[mine])
         q_logits = drafter.head(packed.gather(drafter.tree_hidden(packed)))
         p_logits = target.head(packed.gather(target.hidden(packed.input_ids, packed.position_ids, packed.mask)))
         law = batch_exit_law(trees, edge_logprobs(trees, process_logits(p_logits, loss.samplings[0])))
-        terms = node_terms(loss.objective, trees, law, loss.normaliser, SHAPE.depth)
+        terms = node_terms(loss.objective, trees, law, loss.normaliser, loss.depth_limit)
         rows = ROW_LOSSES[terms.row_loss](p_logits.flatten(0, 1), q_logits.flatten(0, 1), loss.samplings[0])
         log_q = edge_logprobs(trees, draft_logprobs(q_logits, loss.samplings[0]))
         node_sum = node_sum + (terms.row_weights.flatten() * rows).sum() - (terms.edge_weights * log_q).sum()
@@ -89,6 +94,19 @@ def test_gradient_is_the_plain_one(make_task, target, chunking: str, objective: 
     expected = plain_gradients(made, target, step=1)
     found = trained_gradients(make_task({"micro_batch_size": 2}, loss), step=1)
     assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("objective", "builder"), [("accept_lk", "sampled_iid"), ("accept_tv", "sampled_wor")])
+def test_gradient_on_sampled_trees(make_task, target, objective: str, builder: str) -> None:
+    """Twins merged; the deepest level of the drawn shape, not of the settings, is the depth limit."""
+    shape = TreeShape(budget=6, depth=3, branching="2-ary")
+    loss = {"objective": objective, "builder": builder, "shape": shape, "samplings": (Sampling(0.8),)}
+    made = make_task({"micro_batch_size": 2}, loss)
+    assert made.loss.depth_limit == 2
+    expected = plain_gradients(made, target, step=1)
+    found = trained_gradients(make_task({"micro_batch_size": 2}, loss), step=1)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
 

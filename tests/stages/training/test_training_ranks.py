@@ -52,6 +52,13 @@ def test_two_ranks_equal_one(tmp_path: Path, config: str) -> None:
     assert_same(tmp_path / "two", tmp_path / "one")
 
 
+def test_two_ranks_draw_the_trees_of_one(tmp_path: Path) -> None:
+    asked = {"objective": "accept_lk", "builder": "sampled_iid"}
+    assert launch(tmp_path / "one", 1, **asked) == [0]
+    assert launch(tmp_path / "two", 2, **asked) == [0, 0]
+    assert_same(tmp_path / "two", tmp_path / "one")
+
+
 @pytest.mark.parametrize("config", ["zero0", "zero2"])
 def test_a_rank_without_a_sequence_takes_part(tmp_path: Path, config: str) -> None:
     """One sequence, two ranks (cases.md 7)."""

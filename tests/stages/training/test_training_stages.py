@@ -12,7 +12,8 @@ import pytest
 import torch
 import yaml
 
-from exittrain.config.schema import Recipe
+from exittrain.build.base import TreeShape
+from exittrain.config.schema import Recipe, TreeSection
 from exittrain.errors import InputError, Interrupted
 from exittrain.law.exit_law import exit_law
 from exittrain.law.sampling import Sampling
@@ -26,10 +27,14 @@ from exittrain.stages.collect import run_collect
 from exittrain.stages.context import StageContext
 from exittrain.stages.coverage import coverage_of
 from exittrain.stages.data import run_data
+from exittrain.stages.evaluation.contexts import grow_scored
 from exittrain.stages.scratch import run_target
 from exittrain.stages.train import arm_order, run_train
+from exittrain.stages.training.held_out import HeldOut
+from exittrain.stages.training.trees import tree_generators
 from exittrain.stages.warmup import first_drafter, run_warmup, training_sequences, warm_drafter
 from exittrain.tree.draft_tree import DraftTree
+from exittrain.verify.registry import get_verifier
 
 RECIPE = """
 name: tiny
@@ -256,6 +261,66 @@ def test_an_arm_killed_on_the_way_ends_the_same(copied: StageContext, monkeypatc
 def test_done_arms_are_not_trained_again(copied: StageContext, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_module, "_run_arm", lambda *args: 1 / 0)
     run_train(copied)
+
+
+@pytest.mark.parametrize("builder", ["sampled_iid", "sampled_wor"])
+def test_sampled_trees_are_collected_and_trained_on(
+    finished: StageContext, corpus: Path, tmp_path: Path, builder: str
+) -> None:
+    """Twins merged, the records' law exact, the same trees each time; the score is a verifier's expectation."""
+    run = tmp_path / "run"
+    shutil.copytree(finished.run.path, run, ignore=shutil.ignore_patterns("collect", "train"))
+    arms = {
+        "token": {},
+        "drawn": {"objective": "accept_lk", "refresh_every": 2},
+        "stored": {"objective": "accept_tv", "source": "shards", "lr": 1e-9},
+    }
+    context = make_context(run, corpus, steps=2, eval_every=1, arms=arms)
+    tree = TreeSection(builder=builder, budget=9, depth=3, branching="3-ary")
+    context = StageContext(context.recipe.model_copy(update={"tree": tree}), context.run)
+    run_collect(context)
+    rows, target = read_shards(run / "collect"), context.target()
+    tokens = {row["sequence_id"]: row["token_ids"] for row in read_rows(run / "data/train.parquet")}
+    for row in rows[::5]:
+        tree = DraftTree(row["token_ids"], row["parents"])
+        (logprobs,) = target.score_trees(torch.tensor(tokens[row["sequence_id"]]), [row["anchor"]], [tree])
+        law = exit_law(tree, logprobs.double().softmax(-1))
+        assert row["exit"] == pytest.approx(law.exit.tolist(), abs=1e-5)
+    shards = {path.name: path.read_bytes() for path in (run / "collect").glob("*.parquet")}
+    context.run.reset("collect")
+    run_collect(context)
+    assert {path.name: path.read_bytes() for path in (run / "collect").glob("*.parquet")} == shards
+    run_train(context)
+    for arm in arms:
+        lines = read_metrics(run / "train" / arm / "metrics.jsonl")
+        scores = [line["eval/score"] for line in lines if "eval/score" in line]
+        assert len(scores) == 2 and all(1 < score < 4 for score in scores)
+        assert not any("eval/coverage" in line for line in lines)
+    still = [line["eval/still_drawn"] for line in lines if "eval/still_drawn" in line]
+    assert still[0] == 1  # by a drafter that hardly moved, from the same numbers
+
+
+def test_held_out_score_of_sampled_trees_is_what_the_verifier_gets(finished: StageContext) -> None:
+    """The mean of verdicts on the same trees comes close to the score, which coverage does not."""
+    target, drafter, sampling = finished.target(), finished.drafter(warm_drafter(finished)), Sampling(1.5)
+    data, shape = training_sequences(finished, target), TreeShape(budget=6, depth=2, branching="2-ary")
+    held_out = HeldOut(target, data, 6, 4, 0, shape, sampling, "sampled_wor")
+    places, total, rule = held_out._contexts, 0.0, get_verifier("traversal")
+    draws, generator = 200, torch.Generator().manual_seed(0)
+    names = [(places.ids[row], int(places.anchors[row])) for row in range(len(places))]
+    generators = tree_generators("sampled_wor", names, 0, "held-out tree")
+    every = torch.arange(len(places))
+    draft, logits = grow_scored(target, drafter, places, every, "sampled_wor", shape, sampling, generators)
+    for _ in range(draws):
+        verdict = rule.verify_batch(draft.trees, logits, sampling, [generator] * len(places), draft.draft_rows)
+        total += float((1 + draft.trees.depths.gather(1, verdict.nodes[:, None])).double().mean())
+    score = held_out.measure(drafter)["score"]
+    assert score == pytest.approx(total / draws, abs=0.04)
+    law = coverage_of(
+        target, drafter, places.sequences, places.tree_sequence, places.anchors, shape, sampling, "sampled_wor",
+        generators=tree_generators("sampled_wor", names, 0, "held-out tree"),
+    )  # fmt: skip
+    assert abs(1 + float(law.coverage.mean()) - score) > 0.08
 
 
 def test_data_of_another_target_is_refused(copied: StageContext) -> None:

@@ -7,6 +7,7 @@ import torch
 from tiny_training import SHAPE, VOCAB, make_drafter, make_rows
 
 from exittrain.build.base import TreeShape
+from exittrain.build.registry import get_builder
 from exittrain.errors import InputError
 from exittrain.law.exit_law import batch_exit_law, edge_logprobs
 from exittrain.law.sampling import Sampling, process_logits
@@ -17,9 +18,18 @@ from exittrain.stages.training import trees as trees_module
 from exittrain.stages.training.held_out import staleness
 from exittrain.stages.training.scoring import score_edges, tree_edges
 from exittrain.stages.training.sequences import SequenceSet, choose_anchors
-from exittrain.stages.training.trees import StoredTrees, anchor_groups, draw_trees, join_trees, max_trees, take_trees
+from exittrain.stages.training.trees import (
+    StoredTrees,
+    anchor_groups,
+    draw_trees,
+    join_trees,
+    max_trees,
+    take_trees,
+    tree_generators,
+)
 from exittrain.tree.batch import TreeBatch
 from exittrain.tree.draft_tree import DraftTree
+from exittrain.tree.merge import merge_twins
 
 FIELDS = ("token_ids", "parents", "depths", "valid")
 
@@ -57,6 +67,47 @@ def test_grouping_changes_no_tree(sequences: SequenceSet, monkeypatch: pytest.Mo
     assert whole.token_ids[:, 0].tolist() == [
         int(sequences.tokens[s][a]) for s, a in zip(owner.tolist(), anchors.tolist(), strict=True)
     ]
+
+
+@pytest.mark.parametrize("builder", ["sampled_iid", "sampled_wor"])
+def test_sampled_trees_depend_on_their_place_alone(
+    sequences: SequenceSet, builder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is what its own generator gives, without twins: whatever is drawn beside it, in whatever groups."""
+    masks = [sequences.anchor_mask(i, 1000) for i in range(len(sequences))]
+    owner, anchors = choose_anchors(masks, 3, generator_for(0))
+    shape = TreeShape(budget=12, depth=2, branching="3-ary")
+
+    def draw(rows: torch.Tensor, *parts: int) -> list[DraftTree]:
+        places = [(sequences.ids[owner[row]], int(anchors[row])) for row in rows]
+        generators = tree_generators(builder, places, *parts)
+        inputs = (sequences.tokens, owner[rows], anchors[rows], shape, Sampling(0.3), builder)
+        return draw_trees(make_drafter(), *inputs, generators).trees()
+
+    everything = torch.arange(len(anchors))
+    whole = draw(everything, 5)
+    monkeypatch.setattr(trees_module, "MAX_TREES", 2)
+    again, other = draw(everything.flip(0), 5)[::-1], draw(everything, 6)
+    for row, tree in enumerate(whole):
+        session = make_drafter().session(
+            [sequences.tokens[owner[row]]], torch.tensor([0]), anchors[row : row + 1], Sampling(0.3)
+        )
+        alone = [generator_for(5, sequences.ids[owner[row]], int(anchors[row]))]
+        (drawn_tree,) = get_builder(builder)(session, shape, alone).trees.trees()
+        for wanted in (merge_twins(drawn_tree)[0], again[row]):
+            assert tree.token_ids.tolist() == wanted.token_ids.tolist()
+            assert tree.parents.tolist() == wanted.parents.tolist()
+        edges = list(zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True))
+        assert len(set(edges)) == len(edges)
+    assert any(a.token_ids.tolist() != b.token_ids.tolist() for a, b in zip(whole, other, strict=True))
+    assert (min(tree.num_nodes for tree in whole) < 12) == (builder == "sampled_iid")
+
+
+def test_trees_by_score_take_no_generators(sequences: SequenceSet) -> None:
+    assert tree_generators("best_first", [("a", 1)], 0) is None
+    inputs = (sequences.tokens, torch.tensor([0]), torch.tensor([3]), SHAPE, Sampling())
+    with pytest.raises(InputError, match="give it generators"):
+        draw_trees(make_drafter(), *inputs, "sampled_wor")
 
 
 def test_join_undoes_take(sequences: SequenceSet) -> None:
