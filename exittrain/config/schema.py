@@ -151,11 +151,20 @@ class ArmSection(Section):
     temperature: Temperatures | None = None  # of the law and the losses; default: sampling's
 
 
+class LoraSection(Section):
+    """Low-rank adapters on linear layers; all else is frozen. Drafters are saved merged."""
+
+    rank: Positive = 16
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    targets: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"  # or [q_proj, ...]
+
+
 class TrainSection(OptimSection):
     arms: dict[str, ArmSection]
     control: str = "token"  # what every arm is compared with
     token_loss: Literal["kl", "ce"] = "kl"
     anchors_per_sequence: Positive = 8
+    lora: LoraSection | None = None  # default: arms train the whole drafter
     deepspeed: str = "zero0"  # a file of recipes/deepspeed, by name or path
     eval_every: Positive = 50
     eval_sequences: Positive = 16

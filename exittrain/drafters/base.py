@@ -30,6 +30,7 @@ class Drafter:
 
     Parameters that require no gradient (embeddings shared with the target) stay as they are in training.
     calibration: what its folder says about trees and verifiers; read when loaded, not written by `save`.
+    frozen: with an adapter (adapter.py) the parameters that stay frozen without it, else None.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Drafter:
         self.kind = kind
         self.target_fingerprint = target_fingerprint
         self.calibration = calibration
+        self.frozen: tuple[str, ...] | None = None
 
     def fingerprint(self) -> str:
         """sha256 (hex) of config and weights as they are now."""
@@ -50,6 +52,12 @@ class Drafter:
 
     def trainable_parameters(self) -> Iterator[torch.nn.Parameter]:
         return (parameter for parameter in self.model.module.parameters() if parameter.requires_grad)
+
+    def frozen_names(self) -> tuple[str, ...]:
+        """Names of the parameters that training of the whole drafter would leave as they are."""
+        if self.frozen is not None:
+            return self.frozen
+        return tuple(sorted(name for name, p in self.model.module.named_parameters() if not p.requires_grad))
 
     def tree_hidden(self, packed: PackedBatch) -> Tensor:
         """Hidden states [S, L, H] of a packed batch; differentiable. `packed.gather` picks the nodes' [R, M, H]."""
@@ -75,12 +83,16 @@ class Drafter:
     def save(self, folder: str | Path) -> Path:
         """Write a plain Hugging Face folder (weights, config, tokenizer) and exittrain.json, whole or not at all.
 
-        Loading it back gives bit-equal logits; shared embeddings are written out, so the folder stands alone.
+        Loading it back gives bit-equal logits; shared embeddings are written out, so the folder stands alone. Adapters
+        are merged (`adapter.merged_state`, with its bound), and the drafter trains on as it was.
         """
         note = {"schema_version": SCHEMA_VERSION, "kind": self.kind, "target_fingerprint": self.target_fingerprint}
-        frozen = sorted(name for name, p in self.model.module.named_parameters() if not p.requires_grad)
+        from exittrain.drafters.adapter import merged_state
+
+        frozen = list(self.frozen_names())
+        state = None if self.frozen is None else merged_state(self.model.module)
         with atomic_folder(Path(folder)) as temporary, quiet_transformers():
-            self.model.module.save_pretrained(temporary)
+            self.model.module.save_pretrained(temporary, state_dict=state)
             if self.model.tokenizer is not None:
                 self.model.tokenizer.save_pretrained(temporary)
             text = json.dumps({**note, "frozen": frozen}, indent=2, sort_keys=True)

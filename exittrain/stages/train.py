@@ -8,6 +8,7 @@ from statistics import median
 import torch
 
 from exittrain.config.schema import ArmSection
+from exittrain.drafters.adapter import add_adapter
 from exittrain.drafters.base import Drafter
 from exittrain.drafters.load import load_drafter
 from exittrain.errors import InputError
@@ -91,6 +92,8 @@ class Arm:
         self.loss = loss_settings(context, section, train_section.token_loss)
         # One seed for all arms: they see the same sequences, in the same order, at the same steps.
         seed = seed_for(context.recipe.seed, STAGE) % 2**31
+        if train_section.lora is not None:
+            add_adapter(self.drafter, **train_section.lora.model_dump(), seed=seed)
         self.settings = LoopSettings.from_section(train_section.model_dump(), steps=steps, lr=section.lr, seed=seed)
         self.stored = None
         if section.source == "shards" and self.loss.uses_trees:

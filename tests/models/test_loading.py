@@ -10,6 +10,7 @@ from tiny_models import tiny_target
 
 from exittrain.errors import InputError
 from exittrain.models.causal import CausalModel
+from exittrain.models.loading import load_vocabulary
 from exittrain.models.target import TargetModel
 
 
@@ -65,6 +66,22 @@ def damage_tensor(folder):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def damage_shape(folder):
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][1:].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def damage_name(folder):
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.nrom.weight"] = tensors.pop("model.norm.weight")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def damage_shard(folder):
     tiny_target().module.save_pretrained(folder, max_shard_size="20KB")
     (folder / "model.safetensors").unlink()
@@ -85,6 +102,8 @@ def damage_config(folder):
         (damage_cut, "model.safetensors is damaged or cut short"),
         (damage_missing, "model.safetensors is missing"),
         (damage_tensor, "lacks 1 weights, first model.norm.weight"),
+        (damage_shape, r"has 1 weights of another shape .* first model.norm.weight \(\(\d+,\), not \(\d+,\)\)"),
+        (damage_name, r"lacks 1 weights, first model.norm.weight.*; it has 1 .* no place for, first model.nrom.weight"),
         (damage_shard, r"model-00002-of-\d+.safetensors is missing"),
         (damage_index, "index.json cannot be read"),
         (damage_config, "cannot be loaded as a causal LM"),
@@ -95,6 +114,24 @@ def test_damaged_folders_are_named_in_one_line(folder, damage, message):
     with pytest.raises(InputError, match=message) as caught:
         CausalModel.from_pretrained(folder)
     assert "\n" not in str(caught.value)
+
+
+def test_what_matched_and_what_is_extra_is_said(folder):
+    from safetensors.torch import load_file, save_file
+
+    whole = CausalModel.from_pretrained(folder).match
+    assert whole.extra == () and str(whole).endswith("tensors matched, none missing, none extra")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "model.bias": torch.ones(2)}, folder / "model.safetensors", metadata={"format": "pt"})
+    more = CausalModel.from_pretrained(folder).match
+    assert more.matched == whole.matched == len(tensors) and more.extra == ("model.bias",)
+    assert str(more).endswith("none missing, 1 extra and ignored, first model.bias")
+
+
+def test_a_vocabulary_needs_no_weights(folder):
+    assert tuple(load_vocabulary(folder)) == ("tiny", 64, None)
+    with pytest.raises(InputError, match="does not exist"):
+        load_vocabulary(folder / "absent")
 
 
 def test_places_that_are_no_model(tmp_path):
