@@ -160,7 +160,7 @@ def test_a_stage_that_never_gets_on_is_not_requeued_for_ever(chain: Chain) -> No
     chain.submit("requeues=1")
     assert chain.state("data", "FAILED")["ExitCode"] == "75:0"
     assert chain.calls() == ["data task 0 of 1 life 0", "data task 0 of 1 life 1"]
-    assert "interrupted, and not requeued: that was done 1 times" in chain.events("data")
+    assert "interrupted, and not requeued again (requeues: 1)" in chain.events("data")
 
 
 def test_a_failing_stage_ends_the_chain_and_submitting_again_goes_on(chain: Chain) -> None:
@@ -174,6 +174,14 @@ def test_a_failing_stage_ends_the_chain_and_submitting_again_goes_on(chain: Chai
     (chain.folder / "warmup.sh").unlink()
     chain.submit()
     chain.state("report", "COMPLETED")
+
+
+def test_a_task_that_dies_does_not_leave_the_others_waiting(chain: Chain) -> None:
+    chain.stage("warmup", '[ "$SLURM_PROCID" = 0 ] || exit 3; sleep 600')
+    chain.submit("nodes=2", "srun=[--wait=3]")  # the script's own is minutes
+    chain.state("warmup", "FAILED")
+    assert chain.events("warmup")[-1].startswith("ended with ") and len(chain.events("warmup")) == 2
+    chain.state("report", "CANCELLED")
 
 
 def test_a_cancelled_stage_stays_cancelled(chain: Chain) -> None:
