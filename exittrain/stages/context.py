@@ -177,7 +177,9 @@ def key_parts(context: StageContext, name: str) -> dict[str, Any]:
         chosen = {"calibrations": calibrations(context.run.path)} if auto else {}
         return {"section": section, **serving, "train": key("train"), **chosen}
     if name == "report":
-        return {"eval": key("eval"), "name": recipe.name}
+        found = sorted((context.run.path / "studies").glob("*/study.json"))
+        studies = {"studies": {place.parent.name: file_hash(str(place)) for place in found}} if found else {}
+        return {"eval": key("eval"), "name": recipe.name, **studies}
     raise InputError(f"no stage {name!r}: the stages are {', '.join(STAGES)}")
 
 
@@ -185,8 +187,6 @@ def _arm_parts(context: StageContext, arm_name: str, serving: dict[str, Any]) ->
     arm, train, key = context.arm(arm_name), context.recipe.train, context.stage_key
     assert train is not None  # context.arm has looked
     shared = train.model_dump(exclude={"arms", "control", "log_every"})
-    if train.lora is None:
-        del shared["lora"]  # runs from before there were adapters keep their keys
     upstream = {"warmup": key("warmup")}
     if arm.source == "shards":
         upstream["collect"] = key("collect")

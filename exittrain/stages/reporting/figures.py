@@ -47,14 +47,31 @@ def svg(made: Figure, name: str, description: str) -> str:
         made.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     text = buffer.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
-    text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text)
-    text = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', text)
-    text = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", text)
-    text = re.sub(r'(?:xlink:)?href="#([^"]+)"', rf'href="#{name}-\1"', text)
-    text = text.replace(INK, "currentColor").replace(FAINT, "var(--faint)")
+    text = inline(text, name).replace(INK, "currentColor").replace(FAINT, "var(--faint)")
     text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
     text = re.sub(r'(<svg[^>]*?) width="([\d.]+)pt"', r'\1 style="max-width:\2pt" width="100%"', text, count=1)
     return text.replace("<svg", f'<svg role="img" aria-label="{description}"', 1)
+
+
+def inline(text: str, name: str) -> str:
+    """An `<svg>` element as a page takes it: without namespaces, its ids and what refers to them prefixed by `name`."""
+    text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text)
+    text = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', text)
+    text = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", text)
+    return re.sub(r'(?:xlink:)?href="#([^"]+)"', rf'href="#{name}-\1"', text)
+
+
+def description(text: str) -> str:
+    """What the element says of itself to those who cannot see it."""
+    found = re.search(r'aria-label="([^"]*)"', text)
+    return found[1] if found else ""
+
+
+def standalone(text: str) -> str:
+    """The same element as a file that any viewer shows: with its namespaces, and a colour where no page gives one."""
+    spaces = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    text = text.replace("<svg", f"<svg {spaces}", 1).replace(' href="#', ' xlink:href="#')
+    return text.replace("var(--faint)", "var(--faint, #c9ced5)")
 
 
 def colours(metrics: Metrics) -> dict[str, str]:

@@ -12,6 +12,7 @@ from exittrain.errors import InputError
 from exittrain.records.files import read_json
 from exittrain.records.shards import MANIFEST, read_shards
 from exittrain.stages.evaluation.schema import Metrics
+from exittrain.stages.evaluation.tables import Table
 
 TREE_QUANTILES = (0.9, 0.5, 0.1)  # of coverage: a tree that catches much, one of the middle, one that loses much
 
@@ -30,6 +31,17 @@ class ExampleTree:
 
 
 @dataclass(frozen=True)
+class StudyData:
+    """A finished study of the run. plots: name -> svg, as it lies on disk."""
+
+    name: str
+    description: str
+    advice: tuple[str, ...]
+    tables: tuple[Table, ...]
+    plots: dict[str, str]
+
+
+@dataclass(frozen=True)
 class RunData:
     """curves: an arm's (and the warm-up's) logged rows by name."""
 
@@ -38,6 +50,7 @@ class RunData:
     timing: dict[str, Any]
     curves: dict[str, list[dict[str, Any]]]
     trees: tuple[ExampleTree, ...]
+    studies: tuple[StudyData, ...]
     provenance: dict[str, Any]
     recipe: str
 
@@ -62,7 +75,8 @@ def load_run(folder: Path) -> RunData:
     return RunData(
         metrics.name, metrics, read_json(folder / "eval" / "timing.json"),
         {name: rows for name, rows in curves.items() if rows},
-        example_trees(folder), _optional_json(folder / "provenance.json"), _optional_text(folder / "recipe.yaml"),
+        example_trees(folder), load_studies(folder), _optional_json(folder / "provenance.json"),
+        _optional_text(folder / "recipe.yaml"),
     )  # fmt: skip
 
 
@@ -75,6 +89,34 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             break
     return rows
+
+
+def load_studies(folder: Path) -> tuple[StudyData, ...]:
+    """The run's finished studies, by name; of those that kept no tables the sentences.
+
+    Raises:
+        InputError: a study.json that is damaged or of another schema, or a plot that is not there (named).
+    """
+    found = []
+    for path in sorted((folder / "studies").glob("*/study.json")):
+        note = read_json(path)
+        try:
+            suite, plots = note["suite"], note.get("plots", ())
+            found.append(
+                StudyData(
+                    suite["name"], suite["description"], tuple(note["advice"]),
+                    tuple(map(_table, note.get("tables", ()))),
+                    {name: (path.parent / f"{name}.svg").read_text(encoding="utf-8") for name in plots},
+                )
+            )  # fmt: skip
+        except (KeyError, TypeError, AttributeError, OSError) as error:
+            remedy = f"`exittrain eval {folder} --suite {path.parent.name}` makes it again of what it has measured"
+            raise InputError(f"study {path.parent} cannot be shown ({error}): {remedy}") from None
+    return tuple(found)
+
+
+def _table(data: dict[str, Any]) -> Table:
+    return Table(data["title"], data["note"], tuple(data["columns"]), tuple(map(tuple, data["rows"])))
 
 
 def example_trees(folder: Path) -> tuple[ExampleTree, ...]:

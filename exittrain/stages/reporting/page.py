@@ -14,7 +14,7 @@ from exittrain.stages.evaluation import tables
 from exittrain.stages.evaluation.schema import ContextRow, ContextTable, DecodeRow, DecodeTable, Gain, Metrics
 from exittrain.stages.evaluation.tables import Table
 from exittrain.stages.reporting import figures
-from exittrain.stages.reporting.load import RunData
+from exittrain.stages.reporting.load import RunData, StudyData
 
 Item = TypeVar("Item")
 TONES = {"interval above zero": "good", "interval below zero": "bad"}
@@ -37,6 +37,7 @@ class Part:
     title: str
     intro: str
     plots: Sequence[tuple[str | None, str]] = ()
+    points: Sequence[str] = ()
     tables: Sequence[Table] = ()
     folded: Sequence[Table] = ()
     folded_title: str = ""
@@ -46,7 +47,7 @@ class Part:
     @property
     def is_empty(self) -> bool:
         shown = any(plot for plot, _ in self.plots)
-        return not (shown or self.tables or self.folded or self.facts or self.files)
+        return not (shown or self.points or self.tables or self.folded or self.facts or self.files)
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def make_page(data: RunData, number: int) -> RunPage:
     """All parts of a run that have something to show."""
     run = f"run{number}"
     parts = [_gains(data, run), _decoding(data, run), _depths(data, run), _training(data, run), _time(data, run)]
-    parts += [_trees(data, run), _provenance(data)]
+    parts += [_trees(data, run), *(_study(one, run) for one in data.studies), _provenance(data)]
     return RunPage(run, data.name, headline(data.metrics), [part for part in parts if not part.is_empty])
 
 
@@ -140,10 +141,11 @@ def _gains(data: RunData, run: str) -> Part:
         for t in metrics.decode
         if t.gains_prompt_mean
     ]
+    length = "1 + coverage" if all(table.verifier is None for table in metrics.contexts) else "expected block length"
     plots = [
         (figures.forest(panels, f"{run}-{kind}{i}"), f"Gain in {what}. {FOREST}")
         for kind, what, all_panels in (
-            ("exact", "1 + coverage at the same contexts", exact),
+            ("exact", f"{length} at the same contexts", exact),
             ("decoded", "decoded block length, mean per prompt", decoded),
         )
         for i, panels in enumerate(_threes(all_panels))
@@ -185,11 +187,12 @@ def _depths(data: RunData, run: str) -> Part:
     exact: list[ContextTable | DecodeTable] = [*metrics.contexts]
     measured = [table for table in metrics.decode if table.verifier == metrics.decode[0].verifier]
     drawn = [figures.by_depth(part, shades, f"{run}-depth{i}") for i, part in enumerate(_threes(exact or measured))]
+    total = "coverage" if all(table.verifier is None for table in metrics.contexts) else "expected accepted tokens"
     return Part(
         "depths", "Where trees lose mass",
         "The chance that at least d drafted tokens are accepted. The oracle is the best tree of this budget: the "
         "target drafting for itself. The gap to it is what a better drafter could still win.",
-        [(drawing, "P(accepted >= d); its sum over d is the coverage.") for drawing in drawn],
+        [(drawing, f"P(accepted >= d); its sum over d is the {total}.") for drawing in drawn],
         folded=[tables.depth_table(metrics, table) for table in [*exact, *metrics.decode]],
         folded_title="Both rates, marginal and conditional, as numbers",
     )  # fmt: skip
@@ -245,6 +248,15 @@ def _trees(data: RunData, run: str) -> Part:
         "Three collected trees, of high, middle and low coverage. Blue discs and the first number: reach, the chance "
         "that the target passes through. Red discs and the number after the arrow: the chance that it leaves there.",
         drawn,
+    )  # fmt: skip
+
+
+def _study(study: StudyData, run: str) -> Part:
+    prefix = f"{run}-{study.name}"
+    return Part(
+        f"study-{study.name}", f"Study: {study.name}", study.description,
+        [(figures.inline(svg, prefix), figures.description(svg)) for svg in study.plots.values()],
+        points=study.advice, tables=study.tables,
     )  # fmt: skip
 
 

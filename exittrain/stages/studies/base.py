@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,6 +22,7 @@ from exittrain.stages.evaluation.output import hardware
 from exittrain.stages.evaluation.results import AnswerResult, CellStore, Storable, cell_key
 from exittrain.stages.evaluation.tables import Table
 from exittrain.stages.evaluation.tasks import Task, answered, choose_contexts
+from exittrain.stages.reporting.figures import standalone
 from exittrain.stages.studies.laws import LawResult, TreeSource, measure_laws
 from exittrain.stages.studies.settings import Study
 
@@ -151,7 +152,7 @@ def contexts_hash(contexts: ContextSet) -> str:
 
 @dataclass(frozen=True)
 class StudyReport:
-    """tables: in reading order; plots: name -> svg; data: what study.json holds (numbers, never formatted text);
+    """tables: in reading order; plots: name -> svg; data: the results in study.json (numbers, never formatted text);
     advice: sentences for the user, printed last."""
 
     tables: Sequence[Table]
@@ -161,7 +162,10 @@ class StudyReport:
 
 
 def write_report(bench: Bench, report: StudyReport) -> None:
-    """study.json, table.md and <plot>.svg in the study's folder, each whole or not at all."""
+    """study.json, table.md and <plot>.svg in the study's folder, each whole or not at all; study.json last.
+
+    It also names the plots and holds the tables as printed: the run's report sets them.
+    """
     settings, folder = bench.settings, bench.folder
     note = {
         "schema_version": 1,
@@ -172,9 +176,10 @@ def write_report(bench: Bench, report: StudyReport) -> None:
         "sampling": vars(bench.sampling),
         "tasks": {task.name: task.source for task in bench.tasks},
     }
-    write_json(folder / "study.json", {**note, "advice": list(report.advice), "results": report.data})
     parts = [f"## {settings.name}", "", settings.description, ""]
     parts += [f"- {line}" for line in report.advice] + ([""] if report.advice else [])
     write_text(folder / "table.md", "\n".join([*parts, *(table.markdown() for table in report.tables)]))
     for name, text in report.plots.items():
-        write_text(folder / f"{name}.svg", text)
+        write_text(folder / f"{name}.svg", standalone(text))
+    shown = {"tables": [asdict(table) for table in report.tables], "plots": list(report.plots)}
+    write_json(folder / "study.json", {**note, "advice": list(report.advice), **shown, "results": report.data})
