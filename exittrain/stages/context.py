@@ -187,6 +187,8 @@ def _arm_parts(context: StageContext, arm_name: str, serving: dict[str, Any]) ->
     arm, train, key = context.arm(arm_name), context.recipe.train, context.stage_key
     assert train is not None  # context.arm has looked
     shared = train.model_dump(exclude={"arms", "control", "log_every"})
+    if train.lora is None:
+        del shared["lora"]  # runs from before there were adapters keep their keys
     upstream = {"warmup": key("warmup")}
     if arm.source == "shards":
         upstream["collect"] = key("collect")
