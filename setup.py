@@ -1,4 +1,4 @@
-"""Puts what a run reads (recipes, prompts, benchmarks, batch scripts) into the wheel, where `exittrain.records.share` finds it."""
+"""Puts what a run reads (recipes, prompts, benchmarks, batch scripts) into the wheel, for `exittrain.records.share`."""
 
 from pathlib import Path
 from shutil import copytree, ignore_patterns

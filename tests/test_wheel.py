@@ -38,7 +38,8 @@ def test_wheel_has_and_finds_shared_files(tmp_path: Path) -> None:
         "import exittrain; from exittrain.config.load import load_recipe\n"
         "from exittrain.stages.prompts import known_sets\n"
         "print(exittrain.__file__); assert load_recipe('quickstart').name == 'quickstart'; assert known_sets()\n"
-        "from exittrain.stages.studies.published import TevFigures, read_figures; read_figures('tev-paper', TevFigures)\n"
+        "from exittrain.stages.studies.published import TevFigures, read_figures\n"
+        "read_figures('tev-paper', TevFigures)\n"
         "from exittrain.stages.submit.profile import load_profile; from exittrain.stages.submit.script import render\n"
         "from pathlib import Path; assert render(load_profile('gpu'), 'train', 'x', Path('/r'), Path('/h'))"
     )

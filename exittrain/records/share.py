@@ -1,4 +1,4 @@
-"""Where recipes, prompt sets, benchmarks and batch scripts lie: beside the package in a checkout, inside it after `pip install`."""
+"""Files an installed exittrain reads: recipes, prompts, benchmarks, suites, published figures, batch scripts."""
 
 from __future__ import annotations
 
