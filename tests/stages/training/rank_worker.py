@@ -27,7 +27,7 @@ from exittrain.stages.training.settings import LoopSettings
 def main() -> None:
     asked = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    ranks.setup(torch.device("cpu"))
+    ranks.setup(torch.device("cpu"), Path(asked["folder"]))
     target = TargetModel(
         make_causal_lm(VOCAB, 32, 2, 2, 64, seed=1).module.requires_grad_(False), None, "t", verify=False
     )
