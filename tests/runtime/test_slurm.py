@@ -105,8 +105,9 @@ def test_two_jobs_whose_numbers_are_equal_modulo_10000_start_side_by_side(tmp_pa
     assert not list(tmp_path.rglob("*.*"))
 
 
-def test_an_old_file_is_no_obstacle(tmp_path: Path) -> None:
+def test_an_old_file_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Left behind by a killed job of the same number: nobody listens there any more, or somebody else does."""
+    monkeypatch.setattr(slurm, "CONNECT_SECONDS", 1.0)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]

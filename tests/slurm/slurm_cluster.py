@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
+TINY = Path(__file__).resolve().parents[1] / "fixtures/tiny.yaml"
 NODES = ("n1", "n2")
 GPUS = 4
 CONFIGURATION = """\
@@ -88,19 +89,19 @@ class Cluster:
         names = ("key-file", "socket", "pid-file", "log-file", "seed-file")
         files = [f"--{name}={self.folder}/munge.{name.partition('-')[0]}" for name in names]
         self._daemon("munged", "--foreground", "--force", "--num-threads=2", *files)
-        _wait(lambda: (self.folder / "munge.socket").exists(), 20, self._failure)
+        wait_until(lambda: (self.folder / "munge.socket").exists(), 20, self._failure)
         self._daemon("slurmctld", "-D")
-        _wait(lambda: self.run("scontrol", "ping").returncode == 0, 30, self._failure)
+        wait_until(lambda: self.run("scontrol", "ping").returncode == 0, 30, self._failure)
         for node in NODES:
             (self.folder / f"spool-{node}").mkdir()
             self._daemon("slurmd", "-D", "-N", node)
-        _wait(lambda: self.run("sinfo", "-h", "-o", "%T %D").stdout.strip() == "idle 2", 60, self._failure)
+        wait_until(lambda: self.run("sinfo", "-h", "-o", "%T %D").stdout.strip() == "idle 2", 60, self._failure)
 
     def stop(self) -> None:
         """End every job, then every daemon."""
         self.run("scancel", f"--user={getpass.getuser()}")
         try:
-            _wait(lambda: not self.run("squeue", "-h").stdout.strip(), 40, self._failure)
+            wait_until(lambda: not self.run("squeue", "-h").stdout.strip(), 40, self._failure)
         finally:
             for daemon in reversed(self._daemons):
                 daemon.send_signal(signal.SIGTERM)
@@ -120,7 +121,7 @@ class Cluster:
 
     def wait_for(self, number: int | str, states: tuple[str, ...], seconds: float) -> dict[str, str]:
         """The job, as soon as it is in one of the states."""
-        _wait(lambda: self.job(number).get("JobState") in states, seconds, lambda: str(self.job(number)))
+        wait_until(lambda: self.job(number).get("JobState") in states, seconds, lambda: str(self.job(number)))
         return self.job(number)
 
     def _daemon(self, *command: str) -> None:
@@ -134,7 +135,8 @@ class Cluster:
         return "\n".join(f"{log.name}: {log.read_text(errors='replace')[-1500:]}" for log in logs)
 
 
-def _wait(condition: Callable[[], bool], seconds: float, failure: Callable[[], str]) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 120.0, failure: Callable[[], str] = str) -> None:
+    """Raises RuntimeError, with what `failure` says, when the condition has not come true in time."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
