@@ -178,9 +178,15 @@ def _save_calibration(bench: Bench, forests: Sequence[Forest], found: Findings) 
             )
         )  # fmt: skip
     sampling, fingerprint = bench.sampling, bench.subject(found.drafter).fingerprint
-    Calibration(
+    made = Calibration(
         bench.target.fingerprint(), fingerprint, sampling.top_k, sampling.top_p, found.hardware, tuple(choices)
-    ).save(folder)
+    )
+    try:
+        made.save(folder)
+    except OSError as error:  # a folder that may not be written must not cost the study
+        return (
+            f"The calibration is not saved: {folder} cannot be written ({error.strerror}). Copy the drafter for auto."
+        )
     return f"verifier: auto now serves {found.drafter} by this calibration ({folder})."
 
 

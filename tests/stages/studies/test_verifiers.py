@@ -193,6 +193,9 @@ def test_a_second_run_measures_nothing_and_gives_the_same_bytes(target, drafter,
     run(target, drafter, tmp_path, **small)
     assert len(calls) == made and (tmp_path / "study.json").read_bytes() == first
     assert "The calibration is not saved: near has no folder" in (tmp_path / "table.md").read_text()
+    (tmp_path / "file").write_text("")  # no folder can lie below it: as good as one that may not be written
+    run(target, drafter, tmp_path, saved=tmp_path / "file" / "drafter", **small)
+    assert "cannot be written (Not a directory)" in (tmp_path / "table.md").read_text() and len(calls) == made
 
 
 @pytest.mark.parametrize("builder", ["static", "sampled_iid", "sampled_wor"])
