@@ -9,6 +9,7 @@ from exittrain.config.schema import SourceSection
 from exittrain.models.loading import check_source
 from exittrain.stages.context import StageContext
 from exittrain.stages.conversations.text import text_files
+from exittrain.stages.evaluate import eval_trees
 from exittrain.stages.evaluation.tasks import HELDOUT
 from exittrain.stages.prompts import check_set, expand_tasks
 from exittrain.stages.warmup import engine_config
@@ -32,6 +33,7 @@ def check_sources(context: StageContext, names: Sequence[str]) -> None:
     check_shape(recipe.tree.builder, context.shape)
     engine_config(recipe)
     if "eval" in names and recipe.eval is not None:
+        eval_trees(recipe.eval, recipe.tree.builder, context.shape)
         for task in expand_tasks(recipe.eval.tasks):
             if task != HELDOUT:
                 check_set(task)

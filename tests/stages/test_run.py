@@ -124,6 +124,7 @@ def test_two_runs_on_one_folder_refuse_one_another(corpus: Path, tmp_path: Path)
         ("drafter={kind: causal_lm, model: /none}", "/none does not exist"),
         ("tree={builder: static, branching: oak}", "no static shape 'oak'"),
         ("tree={builder: sampled_wor, branching: [[1]]}", "needs its elder sibling"),
+        ("eval={tasks: [heldout], builder: sampled_wor, branching: [[1]]}", "needs its elder sibling"),
         ("train.deepspeed=zero9", "no DeepSpeed config 'zero9'"),
     ],
 )
