@@ -9,17 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tiny_study import VOCAB, sequences, tiny_model, tiny_target
 
 from exittrain.build.base import TreeShape
 from exittrain.build.registry import get_builder
 from exittrain.drafters.base import Drafter
-from exittrain.drafters.scratch import make_causal_lm
 from exittrain.errors import InputError, Interrupted
 from exittrain.law.exit_law import batch_exit_law
 from exittrain.law.gap import PLACES, first_nodes
 from exittrain.models.target import TargetModel
 from exittrain.runtime.signals import StopFlag
-from exittrain.stages.conversations.store import TokenSequence
 from exittrain.stages.evaluation.contexts import measure_contexts, measure_oracle
 from exittrain.stages.evaluation.engine import Entrant
 from exittrain.stages.evaluation.intervals import Bootstrap, Estimate
@@ -30,7 +29,7 @@ from exittrain.stages.studies.oracle_tables import Line, advice, curve_plot, lin
 from exittrain.stages.studies.run import study
 from exittrain.stages.studies.settings import OracleStudy, load_suite
 
-VOCAB, BUDGETS, DEPTH = 23, [2, 5, 12], 3
+BUDGETS, DEPTH = [2, 5, 12], 3
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -38,35 +37,20 @@ def one_thread():
     torch.set_num_threads(1)
 
 
-def tiny(seed: int, noise: float = 0.0):
-    model = make_causal_lm(VOCAB, 16, 2, 2, 32, max_positions=64, seed=seed)
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        model.output.weight.mul_(20.0)  # peaked enough that trees catch something
-        for parameter in model.module.parameters():
-            parameter.add_(noise * torch.randn_like(parameter))
-    return model
-
-
 @pytest.fixture(scope="module")
 def target() -> TargetModel:
-    return TargetModel(tiny(0).module, name="tiny")
+    return tiny_target()
 
 
 @pytest.fixture(scope="module")
 def entrants() -> list[Entrant]:
-    drafters = {"warm start": Drafter(tiny(1)), "near": Drafter(tiny(0, 0.05)), "self": Drafter(tiny(0))}
+    drafters = {
+        "warm start": Drafter(tiny_model(1)),
+        "near": Drafter(tiny_model(0, 0.05)),
+        "self": Drafter(tiny_model(0)),
+    }
     roles = {"warm start": "warm start", "near": "arm", "self": "drafter"}
     return [Entrant(name, partial(drafters.__getitem__, name), roles[name]) for name in drafters]
-
-
-def sequences(count: int = 9, length: int = 24, prompt: int = 6) -> list[TokenSequence]:
-    generator = torch.Generator().manual_seed(5)
-    mask = [0] * prompt + [1] * (length - prompt)
-    return [
-        TokenSequence(f"s{i}", torch.randint(1, VOCAB, (length,), generator=generator).tolist(), mask, prompt, "test")
-        for i in range(count)
-    ]
 
 
 def settings_of(**changes) -> OracleStudy:
@@ -75,11 +59,11 @@ def settings_of(**changes) -> OracleStudy:
 
 
 def run(target, entrants, folder: Path, stop: StopFlag | None = None, **changes):
-    return study(target, entrants, settings_of(**changes), folder, lambda: None, sequences(), stop=stop)
+    return study(target, entrants, settings_of(**changes), folder, lambda: None, sequences(9), stop=stop)
 
 
 def bench_of(target, entrants, folder: Path, **changes) -> Bench:
-    tasks = [heldout_task(sequences(), None)]
+    tasks = [heldout_task(sequences(9), None)]
     return Bench(target, entrants, tasks, settings_of(**changes), oracle.Sampling(), 0, folder, StopFlag())
 
 

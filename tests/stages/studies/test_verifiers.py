@@ -9,17 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tiny_study import sequences, tiny_model, tiny_target
 
 from exittrain.build.base import TreeShape
 from exittrain.build.static import rank_paths
 from exittrain.drafters.base import Drafter
 from exittrain.drafters.calibration import Calibration
-from exittrain.drafters.scratch import make_causal_lm
 from exittrain.errors import InputError, Interrupted
 from exittrain.law.sampling import Sampling
 from exittrain.models.target import TargetModel
 from exittrain.runtime.signals import StopFlag
-from exittrain.stages.conversations.store import TokenSequence
 from exittrain.stages.evaluation.engine import Entrant
 from exittrain.stages.evaluation.intervals import Bootstrap, Estimate
 from exittrain.stages.evaluation.measures import Trace
@@ -36,36 +35,17 @@ from exittrain.stages.studies.verifier_tables import Decoding, Findings, check_d
 from exittrain.stages.studies.verifier_words import advice
 from exittrain.verify.registry import get_verifier
 
-VOCAB, BUDGETS, DEPTH, WIDTH = 23, [2, 5], 3, 3
-
-
-def tiny(seed: int, noise: float = 0.0):
-    model = make_causal_lm(VOCAB, 16, 2, 2, 32, max_positions=64, seed=seed)
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        model.output.weight.mul_(20.0)  # peaked enough that trees catch something
-        for parameter in model.module.parameters():
-            parameter.add_(noise * torch.randn_like(parameter))
-    return model
+BUDGETS, DEPTH, WIDTH = [2, 5], 3, 3
 
 
 @pytest.fixture(scope="module")
 def target() -> TargetModel:
-    return TargetModel(tiny(0).module, name="tiny")
+    return tiny_target()
 
 
 @pytest.fixture(scope="module")
 def drafter() -> Drafter:
-    return Drafter(tiny(0, 0.1))
-
-
-def sequences(count: int = 18, length: int = 20, prompt: int = 6) -> list[TokenSequence]:
-    generator = torch.Generator().manual_seed(5)
-    mask = [0] * prompt + [1] * (length - prompt)
-    return [
-        TokenSequence(f"s{i}", torch.randint(1, VOCAB, (length,), generator=generator).tolist(), mask, prompt, "test")
-        for i in range(count)
-    ]
+    return Drafter(tiny_model(0, 0.1))
 
 
 def settings_of(**changes) -> VerifierStudy:
@@ -78,11 +58,11 @@ def settings_of(**changes) -> VerifierStudy:
 
 def run(target, drafter, folder: Path, stop: StopFlag | None = None, saved: Path | None = None, **changes):
     entrants = [Entrant("near", lambda: drafter, folder=saved)]
-    return study(target, entrants, settings_of(**changes), folder, lambda: None, sequences(), stop=stop)
+    return study(target, entrants, settings_of(**changes), folder, lambda: None, sequences(18, 20), stop=stop)
 
 
 def bench_of(target, drafter, folder: Path, **changes) -> Bench:
-    tasks = [heldout_task(sequences(), None)]
+    tasks = [heldout_task(sequences(18, 20), None)]
     entrants = [Entrant("near", lambda: drafter)]
     return Bench(target, entrants, tasks, settings_of(**changes), Sampling(), 0, folder, StopFlag())
 
