@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from exittrain.errors import InputError
+
+if TYPE_CHECKING:
+    from exittrain.stages.studies.settings import Study
 
 
 def run_suite(
@@ -27,8 +31,7 @@ def run_suite(
         own.append(f"suite.tasks=[{tasks}]")
     if max_new_tokens is not None:
         own.append(f"suite.max_new_tokens={max_new_tokens}")
-    settings = load_suite(name, [one for one in own if not one.startswith("suite.tasks")])
-    if not isinstance(settings, Study):
+    if not isinstance(load_suite(name), Study):
         if any(override.startswith("suite.") for override in overrides):
             raise InputError(f"suite {name!r} is a list of tasks and has no settings: use eval.KEY=VALUE")
         return False
@@ -50,19 +53,17 @@ def run_suite(
     return True
 
 
-def _of_run(subjects: Sequence[str], overrides: Sequence[str], settings: object) -> None:
+def _of_run(subjects: Sequence[str], overrides: Sequence[str], settings: Study) -> None:
     from exittrain.cli.stages import make_context
     from exittrain.config.load import load_recipe
     from exittrain.stages.studies.run import study_run
-    from exittrain.stages.studies.settings import Study
 
-    assert isinstance(settings, Study)
     if len(subjects) != 1:
         raise InputError("a study takes one recipe or run folder, or drafter folders with --target MODEL")
     study_run(make_context(load_recipe(subjects[0], overrides), subjects[0]), settings)
 
 
-def _of_drafters(folders: Sequence[str], overrides: Sequence[str], target: str, settings: object, output: str) -> None:
+def _of_drafters(folders: Sequence[str], overrides: Sequence[str], target: str, settings: Study, output: str) -> None:
     import torch
 
     from exittrain.cli.tools import distinct_names
@@ -72,9 +73,7 @@ def _of_drafters(folders: Sequence[str], overrides: Sequence[str], target: str, 
     from exittrain.stages.conversations.chat import ChatRenderer
     from exittrain.stages.evaluation.engine import Entrant
     from exittrain.stages.studies.run import study
-    from exittrain.stages.studies.settings import Study
 
-    assert isinstance(settings, Study)
     if overrides:
         raise InputError(f"{overrides[0]!r}: a study of drafter folders takes only suite.KEY=VALUE")
     stop = StopFlag().install()
