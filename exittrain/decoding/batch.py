@@ -20,6 +20,7 @@ from exittrain.models.cache import TreeCache
 from exittrain.models.target import TargetModel
 from exittrain.tree.batch import TreeBatch
 from exittrain.verify.base import Verifier, expected_block_lengths
+from exittrain.verify.fixed import FixedVerifier
 from exittrain.verify.registry import get_verifier
 
 
@@ -96,7 +97,9 @@ class Batch:
         """(coverage, the verifier's own expected block length) of each tree, given the tree."""
         trees, sampling = draft.trees, self.plan.sampling
         ceiling = get_verifier("tev").exit_probabilities(trees, logits, sampling)  # the exit law: 1 + C, twins merged
-        exits = self.plan.verifier.exit_probabilities(trees, logits, sampling, draft.draft_rows)
+        exits = ceiling  # the law of every fixed verifier
+        if not isinstance(self.plan.verifier, FixedVerifier):
+            exits = self.plan.verifier.exit_probabilities(trees, logits, sampling, draft.draft_rows)
         coverage = (ceiling * trees.depths).sum(1).tolist()
         return list(zip(coverage, expected_block_lengths(exits, trees).tolist(), strict=True))
 
