@@ -16,7 +16,8 @@ from exittrain.decoding.result import Round
 from exittrain.decoding.row import Row
 from exittrain.drafters.base import Drafter
 from exittrain.law.sampling import Sampling
-from exittrain.models.cache import TreeCache
+from exittrain.models.cache import TreeCache, pad_paths
+from exittrain.models.features import LayerTap
 from exittrain.models.target import TargetModel
 from exittrain.tree.batch import TreeBatch
 from exittrain.verify.base import Verifier, expected_block_lengths
@@ -42,19 +43,18 @@ class Plan:
 class Batch:
     """Rows on their way, all standing right before their last committed token: it is the root of the next tree.
 
-    The target has cached everything before the root. The drafter lags behind by what is in `_unread`: the bonus
-    token, and the last accepted node where the builder never expanded it.
+    The target has cached everything before the root.
     """
 
     def __init__(self, plan: Plan, rows: list[Row]) -> None:
         self.plan, self.rows = plan, rows
         self.clock = Clock(plan.target.device, plan.synchronize)
         self._cache = TreeCache(plan.target, len(rows))
-        self._cache.extend([torch.tensor(row.prompt[:-1], dtype=torch.int64) for row in rows])
-        self._state = None if plan.drafter is None else plan.drafter.start(len(rows))
-        self._unread = [row.prompt[-1:] for row in rows]
-        if self._state is not None:
-            self._state.extend([torch.tensor(row.prompt[:-1], dtype=torch.int64) for row in rows])
+        self._tap = LayerTap(plan.target, () if plan.drafter is None else plan.drafter.feature_layers)
+        prompts = [torch.tensor(row.prompt, dtype=torch.int64) for row in rows]
+        with self._tap:
+            self._cache.extend([prompt[:-1] for prompt in prompts])
+        self._state = None if plan.drafter is None else plan.drafter.start(prompts, self._tap.take())
         self.clock.lap("score")
         for row in rows:
             row.prefill_seconds = self.clock.seconds["score"] / len(rows)
@@ -63,7 +63,9 @@ class Batch:
         """Draft, build, score, verify, commit; rows that end leave. Returns the number of new tokens."""
         self.clock.start()
         draft = self._draft()
-        logits = self.plan.target.head(self._cache.score(draft.trees))
+        with self._tap:
+            logits = self.plan.target.head(self._cache.score(draft.trees))
+        features = self._tap.take()
         self.clock.lap("score")
         verdict = self.plan.verifier.verify_batch(
             draft.trees, logits, self.plan.sampling, self._generators(), draft.draft_rows
@@ -74,13 +76,12 @@ class Batch:
         if self.plan.record_coverage:
             expected = self._expected(draft, logits)
             self.clock.skip()
-        return self._commit(draft, nodes, bonus, expected)
+        return self._commit(draft, nodes, bonus, features, expected)
 
     def _draft(self) -> Draft:
         if self._state is None:
             roots = [row.last_token for row in self.rows]
             return roots_only(torch.tensor(roots, device=self.plan.target.device))
-        self._state.extend([torch.tensor(tokens) for tokens in self._unread])
         session = TimedSession(self._state.session(self.plan.sampling), self.clock)
         self.clock.lap("draft")
         draft = self.plan.builder(session, self.plan.shape, self._generators())
@@ -104,8 +105,9 @@ class Batch:
         return list(zip(coverage, expected_block_lengths(exits, trees).tolist(), strict=True))
 
     def _commit(
-        self, draft: Draft, nodes: list[int], bonus: list[int], expected: list[tuple[float, float]] | None
-    ) -> int:
+        self, draft: Draft, nodes: list[int], bonus: list[int], features: Tensor | None,
+        expected: list[tuple[float, float]] | None,
+    ) -> int:  # fmt: skip
         trees = draft.trees
         parents, tokens, slots = torch.stack([trees.parents, trees.token_ids, draft.slots]).tolist()
         sizes = trees.valid.sum(1).tolist()
@@ -116,9 +118,8 @@ class Batch:
         if stay:
             self._cache.accept(paths)
             if self._state is not None:
-                self._state.commit([[slots[b][i] for i in path] for b, path in enumerate(paths)])
-                unread = [sum(slots[b][i] < 0 for i in path) + 1 for b, path in enumerate(paths)]
-                self._unread = [block[-count:] for block, count in zip(blocks, unread, strict=True)]
+                kept = [[slots[b][i] for i in path] for b, path in enumerate(paths)]
+                self._state.advance(kept, blocks, None if features is None else along_paths(features, paths))
             if len(stay) < len(self.rows):
                 self._select(stay)
         rows = self.rows
@@ -135,7 +136,12 @@ class Batch:
         self._cache.select_rows(index)
         if self._state is not None:
             self._state.select_rows(index)
-            self._unread = [self._unread[b] for b in stay]
+
+
+def along_paths(features: Tensor, paths: list[list[int]]) -> Tensor:
+    """[B, W, F] of features [B, M, F]: each row's root, then its path's nodes, right-padded with the root."""
+    columns = pad_paths([[0, *path] for path in paths], features.device).clamp(min=0)
+    return features.gather(1, columns[..., None].expand(-1, -1, features.shape[-1]))
 
 
 def path_to(node: int, parents: list[int]) -> list[int]:

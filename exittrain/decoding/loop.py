@@ -137,7 +137,7 @@ def make_plan(
         rule.check(drawn)
         if rule.name == "block" and any(map(any, rank_paths(shape))):  # a rank other than 0: a second child
             raise InputError("the block verifier is made for chains; set branching='chain', or use traversal")
-    limits = [target.max_positions] + ([] if drafter is None else [drafter.model.max_positions])
+    limits = [target.max_positions] + ([] if drafter is None else [drafter.max_positions])
     return Plan(
         target, drafter, get_builder(builder), shape, rule, sampling, min(limits), record_coverage, synchronize
     )  # fmt: skip
@@ -158,7 +158,7 @@ def _make_rows(
         raise InputError(f"stop strings need a tokenizer and {target.name} has none; use eos_token_ids")
     if isinstance(stop_strings, str) or not all(stop_strings):
         raise InputError("stop_strings must be a list of strings, none of them empty")
-    name = target.name if drafter is None or plan.max_positions == target.max_positions else drafter.model.name
+    name = target.name if drafter is None or plan.max_positions == target.max_positions else drafter.name
     check_prompts(prompts, target.vocab_size, plan.max_positions, name)
     ends = frozenset(target.eos_token_ids if eos_token_ids is None else eos_token_ids)
     stop = None if target.tokenizer is None else StopStrings(target.tokenizer, stop_strings)

@@ -32,9 +32,9 @@ def add_adapter(drafter: Drafter, rank: int, alpha: float, targets: Sequence[str
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    module = drafter.model.module
+    module = drafter.module
     if drafter.frozen is not None:
-        raise InputError(f"{drafter.model.name} has an adapter already")
+        raise InputError(f"{drafter.name} has an adapter already")
     names = targets if isinstance(targets, str) else list(targets)
     if names != ALL_LINEAR:
         _check_targets(drafter.model, names)

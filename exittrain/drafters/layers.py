@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from exittrain.drafters.base import Drafter
+from exittrain.drafters.causal import CausalDrafter
 from exittrain.errors import InputError
 from exittrain.models.causal import CausalModel
 
@@ -19,7 +19,7 @@ def copy_layers(
     layers: int | Sequence[int],
     dtype: torch.dtype | None = None,
     share_embeddings: bool = True,
-) -> Drafter:
+) -> CausalDrafter:
     """The first k layers of the target, or a list of them in order, between its embeddings, final norm and head.
 
     share_embeddings: embeddings and head stay frozen and, where dtype and device agree, use the target's own storage,
@@ -31,7 +31,7 @@ def copy_layers(
     if not chosen or any(not 0 <= layer < total for layer in chosen) or (isinstance(layers, int) and layers < 1):
         raise InputError(f"layers {layers} asked of {target.name}, which has layers 0 to {total - 1}")
     module = _smaller_module(target, chosen, dtype or target.dtype)
-    drafter = Drafter(
+    drafter = CausalDrafter(
         CausalModel(module, target.tokenizer, f"{target.name}-layers-{len(chosen)}", verify=False),
         "layers",
         target.fingerprint(),

@@ -6,7 +6,7 @@ Shapes: S rows, K cached columns, W new columns, M nodes with the root, H hidden
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,8 +16,29 @@ from exittrain.models.masks import additive_mask
 from exittrain.models.packed import pad_rows
 from exittrain.tree.batch import TreeBatch
 
-if TYPE_CHECKING:
-    from exittrain.models.causal import CausalModel
+
+class Cacheable(Protocol):
+    """What can be run behind a cache: a causal LM, or a head that also takes features [S, L, F] of its tokens."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def max_positions(self) -> int: ...
+
+    def hidden(
+        self, input_ids: Tensor, position_ids: Tensor | None, mask: Tensor | None, cache: Any, features: Any = None
+    ) -> Tensor:
+        """States [S, L, H] of input_ids [S, L], appended to the cache."""
+        ...
+
+    def head(self, states: Tensor) -> Tensor: ...
 
 
 class TreeCache:
@@ -28,7 +49,7 @@ class TreeCache:
     says anything about its position (math.md section 7). Nothing here is differentiable.
     """
 
-    def __init__(self, model: CausalModel, num_rows: int) -> None:
+    def __init__(self, model: Cacheable, num_rows: int) -> None:
         self.model = model
         self.committed = torch.zeros((num_rows, 0), dtype=torch.bool, device=model.device)
         self._store: Any = DynamicCache()
@@ -49,8 +70,9 @@ class TreeCache:
         return self.committed.shape[1]
 
     @torch.no_grad()
-    def extend(self, rows: Sequence[Tensor]) -> Tensor:
-        """Append and commit each row's next tokens (1-D ids, any lengths, none allowed).
+    def extend(self, rows: Sequence[Tensor], features: Tensor | None = None) -> Tensor:
+        """Append and commit each row's next tokens (1-D ids, any lengths, none allowed); features [S, W, F] of them,
+        right-padded, for a head.
 
         Returns hidden [S, W, H], right-padded: row s holds its tokens' states at 0..len(rows[s])-1.
         """
@@ -63,17 +85,18 @@ class TreeCache:
         if self.num_columns > 0:
             causal = (index[:, None] >= index).expand(self.num_rows, -1, -1)
             visible = torch.cat([self.committed[:, None].expand(-1, width, -1), causal], dim=-1)
-        hidden = self._run(tokens, self.lengths[:, None] + index, visible)
+        hidden = self._run(tokens, self.lengths[:, None] + index, visible, features)
         self.committed[:, -width:] = index < counts[:, None]
         return hidden
 
     @torch.no_grad()
-    def append(self, token_ids: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
-        """Run nodes [S, W] at positions [S, W] as uncommitted columns; visible [S, W, K+W] bool, each node itself.
+    def append(self, token_ids: Tensor, positions: Tensor, visible: Tensor, features: Tensor | None = None) -> Tensor:
+        """Run nodes [S, W] at positions [S, W] as uncommitted columns; visible [S, W, K+W] bool, each node itself;
+        features [S, W, F] for a head.
 
         Returns hidden [S, W, H].
         """
-        return self._run(token_ids, positions, visible)
+        return self._run(token_ids, positions, visible, features)
 
     @torch.no_grad()
     def score(self, trees: TreeBatch) -> Tensor:
@@ -129,11 +152,12 @@ class TreeCache:
         self.committed = self.committed & (self.committed.cumsum(1) <= lengths.to(self.committed.device)[:, None])
         self.rollback()
 
-    def _run(self, tokens: Tensor, positions: Tensor, visible: Tensor | None) -> Tensor:
+    def _run(self, tokens: Tensor, positions: Tensor, visible: Tensor | None, features: Tensor | None = None) -> Tensor:
         mask = None if visible is None else additive_mask(visible, self.model.dtype)
         # Padding, and drafts that will be cut, may lie past the last position: their output is read by nobody.
         positions = positions.clamp(max=self.model.max_positions - 1)
-        hidden = self.model.hidden(tokens, positions, mask, self._store)
+        extra = () if features is None else (features,)
+        hidden = self.model.hidden(tokens, positions, mask, self._store, *extra)
         added = self.committed.new_zeros(tokens.shape)
         self.committed = torch.cat([self.committed, added], dim=1)
         return hidden

@@ -5,7 +5,7 @@ Shapes: R contexts, S cache rows, A contexts a row, W nodes of one wave, K cache
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,22 +15,28 @@ from exittrain.models.cache import TreeCache
 from exittrain.models.causal import CausalModel
 from exittrain.models.grid import Grid
 
+Logits = Callable[[Tensor], Tensor]
+
 
 class CacheSession:
     """Implements DraftSession. Waves are appended behind the sequence's one cached prefix, which is never copied.
 
     root_hidden [R, H]: the state at each context's last token; root_tokens [R]; rows [R]: the cache row of each
-    context; anchors [R]: the position of its last token, which the row's committed columns must reach.
+    context; anchors [R]: the position of its last token, which the row's committed columns must reach. logits: states
+    [..., H] to raw logits [..., V] (default: the model's head). recurrent: a node is run with its parent's state, which
+    takes the place of the target's feature there (EAGLE).
     columns [R, slots]: the cache column of each slot so far (-1 for the root), what `TreeCache.commit` takes.
     """
 
     def __init__(
         self, cache: TreeCache, root_hidden: Tensor, root_tokens: Tensor, rows: Tensor, anchors: Tensor,
-        sampling: Sampling,
+        sampling: Sampling, logits: Logits | None = None, recurrent: bool = False,
     ) -> None:  # fmt: skip
         device = cache.model.device
         self.root_tokens = root_tokens.to(device)
-        self._cache, self._root_hidden, self._sampling = cache, root_hidden, sampling
+        self._cache, self._sampling, self._recurrent = cache, sampling, recurrent
+        self._logits = cache.model.head if logits is None else logits
+        self._states = root_hidden[:, None]  # [R, slots, H]; of the root alone where nothing recurs
         self._grid = Grid(rows.to(device), cache.num_rows)
         self._anchors = anchors.to(device)
         self._depths = torch.zeros((len(rows), 1), dtype=torch.int64, device=device)
@@ -42,7 +48,7 @@ class CacheSession:
     @torch.no_grad()
     def root(self) -> Tensor:
         """[R, V] processed log-probabilities of the token after each context."""
-        return process_logits(self._cache.model.head(self._root_hidden), self._sampling)
+        return process_logits(self._logits(self._states[:, 0]), self._sampling)
 
     @torch.no_grad()
     def expand(self, parent_slots: Tensor, token_ids: Tensor, valid: Tensor) -> Tensor:
@@ -59,20 +65,28 @@ class CacheSession:
         visible[:, :, start:] |= torch.eye(added, dtype=torch.bool, device=visible.device)
         tokens = grid.scatter(token_ids * valid).reshape(cache.num_rows, added)
         positions = grid.scatter(self._anchors[:, None] + depths).reshape(cache.num_rows, added)
-        hidden = cache.append(tokens, positions, visible)
+        features = None
+        if self._recurrent:
+            above = self._states.gather(1, parent_slots[..., None].expand(-1, -1, self._states.shape[-1]))
+            features = grid.scatter(above).reshape(cache.num_rows, added, -1)
+        hidden = cache.append(tokens, positions, visible, features)
 
         self._depths = torch.cat([self._depths, depths], dim=1)
         self.columns = torch.cat([self.columns, start + own], dim=1)
         self._seen = torch.cat([torch.nn.functional.pad(self._seen, (0, added)), seen], dim=1)
         rows = grid.gather(hidden.reshape(cache.num_rows, grid.width, width, -1))
-        logprobs = torch.zeros((contexts, width, cache.model.vocab_size), device=rows.device)
-        logprobs[valid] = process_logits(cache.model.head(rows[valid]), self._sampling)
+        if self._recurrent:
+            self._states = torch.cat([self._states, rows], dim=1)
+        processed = process_logits(self._logits(rows[valid]), self._sampling)
+        logprobs = processed.new_zeros((contexts, width, processed.shape[-1]))
+        logprobs[valid] = processed
         return logprobs
 
 
 def open_session(
-    model: CausalModel, sequences: Sequence[Tensor], tree_sequence: Tensor, anchors: Tensor, sampling: Sampling
-) -> CacheSession:
+    model: CausalModel, sequences: Sequence[Tensor], tree_sequence: Tensor, anchors: Tensor, sampling: Sampling,
+    logits: Logits | None = None,
+) -> CacheSession:  # fmt: skip
     """Prefill S sequences (1-D ids) once, up to their last anchor, and stand at R contexts: position anchors[r] of
     sequences[tree_sequence[r]]."""
     cut = prefixes(sequences, tree_sequence, anchors)
@@ -80,7 +94,7 @@ def open_session(
     hidden = cache.extend(cut)
     rows, places = tree_sequence.to(model.device), anchors.to(model.device)
     tokens = torch.stack([cut[s][a] for s, a in zip(tree_sequence.tolist(), anchors.tolist(), strict=True)])
-    return CacheSession(cache, hidden[rows, places], tokens, rows, places, sampling)
+    return CacheSession(cache, hidden[rows, places], tokens, rows, places, sampling, logits)
 
 
 def prefixes(sequences: Sequence[Tensor], tree_sequence: Tensor, anchors: Tensor) -> list[Tensor]:

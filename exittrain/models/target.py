@@ -15,6 +15,7 @@ from exittrain.errors import InputError
 from exittrain.law.sampling import Sampling, process_logits
 from exittrain.models.cache import TreeCache
 from exittrain.models.causal import CausalModel
+from exittrain.models.features import TargetStates
 from exittrain.models.grid import Grid, block_diagonal
 from exittrain.models.packed import pad_rows
 from exittrain.models.session import CacheSession, open_session, prefixes
@@ -28,6 +29,17 @@ _HEAD_ROWS, _ROW_NODES = 256, 512
 
 class TargetModel(CausalModel):
     """A causal LM that scores draft trees behind their full context (math.md section 7)."""
+
+    def __init__(self, module: Any, tokenizer: Any = None, name: str = "model", verify: bool = True) -> None:
+        super().__init__(module, tokenizer, name, verify)
+        self._states: dict[tuple[int, ...], TargetStates] = {}
+
+    def states(self, layers: Sequence[int]) -> TargetStates:
+        """Hidden states and features along sequences; what was computed is shared by all who read the same layers."""
+        chosen = tuple(layers)
+        if chosen not in self._states:
+            self._states[chosen] = TargetStates(self, chosen)
+        return self._states[chosen]
 
     def score_trees(
         self,

@@ -47,8 +47,8 @@ def run_warmup(context: StageContext) -> None:
         return
     target, folder = context.target(), context.run.stage(STAGE)
     drafter = first_drafter(recipe.drafter, target, seed_for(recipe.seed, "drafter"))
-    if drafter.model.match is not None:
-        say(f"{STAGE}: from {recipe.drafter.init or recipe.drafter.model}: {drafter.model.match}")
+    if drafter.match is not None:
+        say(f"{STAGE}: from {recipe.drafter.init or recipe.drafter.model}: {drafter.match}")
     if recipe.warmup is not None:
         seed = seed_for(recipe.seed, STAGE) % 2**31
         section = recipe.warmup

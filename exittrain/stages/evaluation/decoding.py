@@ -68,7 +68,7 @@ def decode_cell(
     Raises:
         Interrupted: a signal came; finished cells are on disk.
     """
-    positions = min(target.max_positions, drafter.model.max_positions)
+    positions = min(target.max_positions, drafter.max_positions)
     reasons = {p.id: why_skipped(p, positions, settings.max_new_tokens) for p in task.prompts}
     usable = [prompt for prompt in task.prompts if reasons[prompt.id] is None]
     skipped = {prompt: reason for prompt, reason in reasons.items() if reason is not None}

@@ -103,7 +103,7 @@ class Engine:
         return results
 
     def _entrant(self, entrant: Entrant, drafter: Drafter, contexts: dict[Task, ContextSet], results: Results) -> None:
-        drafter.model.module.eval()
+        drafter.module.eval()
         subject = Subject(entrant.name, drafter, drafter.fingerprint())
         results.fingerprints[entrant.name] = subject.fingerprint
         for temperature in self.setup.settings.temperatures:
@@ -233,7 +233,7 @@ class Engine:
         task = self.tasks[0]
         cell = Cell(task.name, self.setup.settings.temperatures[0], self._served(subject)[0])
         settings = self._decode_settings(subject, cell)
-        positions = min(self.target.max_positions, subject.drafter.model.max_positions)
+        positions = min(self.target.max_positions, subject.drafter.max_positions)
         usable = [p for p in task.prompts if why_skipped(p, positions, settings.max_new_tokens) is None]
         if not usable:
             raise InputError(f"task {task.name}: no prompt leaves room for {settings.max_new_tokens} new tokens")

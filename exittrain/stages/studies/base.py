@@ -67,7 +67,7 @@ class Bench:
         """A drafter by its entrant's name; loaded once, and then the only one in memory."""
         if name not in self._subjects:
             drafter: Drafter = self.entrant(name).load()
-            drafter.model.module.eval()
+            drafter.module.eval()
             self._subjects.clear()
             self._subjects[name] = Subject(name, drafter, drafter.fingerprint())
         return self._subjects[name]
@@ -97,7 +97,7 @@ class Bench:
         """
         limits = {"the target": (self.target.max_positions, max(depth, chain))}
         for name in reversed(drafters):  # the first is left in memory, where measuring begins
-            limits[name] = (self.subject(name).drafter.model.max_positions, depth)
+            limits[name] = (self.subject(name).drafter.max_positions, depth)
         tightest = min(limits, key=lambda name: limits[name][0] - limits[name][1])
         positions, levels = limits[tightest]
         sequences = [sequence for task in self.tasks for sequence in self._answered(task).sequences]

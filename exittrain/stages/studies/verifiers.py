@@ -101,7 +101,7 @@ def choose_prompts(bench: Bench, drafter: str, settings: VerifierStudy, calibrat
 
     Raises InputError where no prompt has room.
     """
-    positions = min(bench.target.max_positions, bench.subject(drafter).drafter.model.max_positions)
+    positions = min(bench.target.max_positions, bench.subject(drafter).drafter.max_positions)
     columns = [[(task.name, prompt) for prompt in task.prompts] for task in bench.tasks]
     turns = [one for one in chain.from_iterable(zip_longest(*columns)) if one is not None]
     usable = [(n, p) for n, p in turns if why_skipped(p, positions, settings.max_new_tokens) is None]

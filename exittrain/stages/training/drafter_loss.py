@@ -96,9 +96,9 @@ class DrafterLoss(nn.Module):
 
     def __init__(self, drafter: Drafter, target: TargetModel, settings: LossSettings) -> None:
         super().__init__()
-        self.network = drafter.model.module
+        self.network = drafter.module
         self._drafter, self._target, self._settings = drafter, target, settings
-        self._vocab_size = drafter.model.vocab_size
+        self._vocab_size = drafter.vocab_size
 
     def forward(self, batch: MicroBatch, scales: Sums) -> tuple[Tensor, dict[str, Tensor | float]]:
         """scales: what the token sum and the node sum are multiplied by.

@@ -44,7 +44,7 @@ class DrafterTask:
         self.module = DrafterLoss(drafter, target, loss)
         self._drafter, self._target, self._sequences, self._stored = drafter, target, sequences, stored
         self._loop, self._loss, self._lengths = loop, loss, tuple(sequences.lengths)
-        positions = min(target.max_positions, drafter.model.max_positions)
+        positions = min(target.max_positions, drafter.max_positions)
         if max(self._lengths) > positions:
             raise InputError(
                 f"sequences have up to {max(self._lengths)} tokens, target and drafter share {positions} positions: "
@@ -180,7 +180,7 @@ class DrafterTask:
         sequences = [self._sequences.tokens[i] for i in indices]
         on_rows, use_kl = get_objective(loss.objective).on == "rows", loss.token_loss == "kl"
         edges = tree_edges(trees, trees.valid & (trees.depths < loss.depth_limit) if on_rows else None)
-        packed = pack(sequences, edges.inner, tree_sequence, anchors, self._drafter.model.dtype)
+        packed = pack(sequences, edges.inner, tree_sequence, anchors, self._drafter.dtype)
         hidden, logits = None, None
         if stored_edges is not None and not on_rows:  # what the shards hold is enough
             along = target.sequence_hidden(sequences, TARGET_TOKENS) if use_kl else None

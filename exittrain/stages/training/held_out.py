@@ -99,15 +99,15 @@ def staleness(
     for sequence, members in enumerate(stored.members):
         owner[members] = sequence
     change, nodes, kept = 0.0, 0, 0
-    for group in anchor_groups([len(s) for s in sequences], owner[rows], max_trees(drafter.model.vocab_size, shape)):
+    for group in anchor_groups([len(s) for s in sequences], owner[rows], max_trees(drafter.vocab_size, shape)):
         part = rows[group]
         used, local = torch.unique(owner[part], return_inverse=True)
         inputs = [sequences[i] for i in used.tolist()]
-        trees = move_trees(take_trees(stored.trees, part), drafter.model.device)
+        trees = move_trees(take_trees(stored.trees, part), drafter.device)
         edges = tree_edges(trees)
-        packed = pack(inputs, edges.inner, local, stored.anchors[part], drafter.model.dtype)
+        packed = pack(inputs, edges.inner, local, stored.anchors[part], drafter.dtype)
         hidden = packed.gather(drafter.tree_hidden(packed)).flatten(0, 1)[edges.places]
-        now, _ = score_edges(drafter.head, hidden, edges, sampling.for_drafting(), drafter.model.vocab_size)
+        now, _ = score_edges(drafter.head, hidden, edges, sampling.for_drafting(), drafter.vocab_size)
         drafted = trees.valid & (trees.depths > 0)
         assert trees.draft_logprobs is not None  # records have them
         change += float((now - trees.draft_logprobs.double())[drafted].abs().sum())

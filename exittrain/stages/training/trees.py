@@ -88,7 +88,7 @@ def draw_trees(
     generators: `tree_generators`, one an anchor. Raises InputError where a sampled builder gets none.
     """
     groups, drawn = [], []
-    most = max_trees(drafter.model.vocab_size, shape)
+    most = max_trees(drafter.vocab_size, shape)
     for rows in anchor_groups([len(s) for s in sequences], tree_sequence, most):
         session = drafter.session(*group_inputs(sequences, tree_sequence, anchors, rows), sampling)
         groups.append(rows)
