@@ -19,7 +19,8 @@ class HeadConfig:
     `hidden_states` (features.py), in the order in which the features are concatenated.
 
     vocab_size: V, the target's; draft_vocab_size: D <= V. eagle3: norm_before_residual, norm_before_fc, fc_norm,
-    norm_output as in speculators, fc_bias. block: block_size (the root and block_size - 1 masks), mask_token_id.
+    norm_output as in speculators, fc_bias. block: block_size (the root and block_size - 1 masks), mask_token_id; its
+    layers are of style qwen3 whatever the target's, as every reader of DFlash has them.
 
     Raises InputError for sizes that contradict each other, naming them.
     """
@@ -55,6 +56,8 @@ class HeadConfig:
             raise InputError(f"a head of kind {self.kind!r}; known: eagle3, block")
         if self.style not in STYLES:
             raise InputError(f"layers of style {self.style!r} are not supported: llama or qwen3")
+        if self.style == "qwen3" and self.mlp_bias:
+            raise InputError("mlp_bias: layers of style qwen3 have none; set it to false")
         if self.num_heads % self.num_kv_heads:
             raise InputError(f"num_attention_heads {self.num_heads} is no multiple of {self.num_kv_heads} key heads")
         if not 0 < self.draft_vocab_size <= self.vocab_size:
@@ -63,12 +66,23 @@ class HeadConfig:
             raise InputError("norm_before_fc and fc_norm exclude each other: set one of them to false")
         if self.kind == "eagle3" and self.block_size is not None:
             raise InputError("block_size belongs to block drafters")
-        if self.kind == "block" and (self.block_size is None or self.block_size < 2 or self.mask_token_id is None):
-            raise InputError("a block drafter needs block_size (at least 2) and mask_token_id")
-        if self.kind == "block" and self.hidden_size != self.target_hidden_size:
-            raise InputError("a block drafter uses the target's embeddings: its hidden size must be the target's")
+        if self.kind == "block":
+            self._check_block()
         if not self.feature_layers or len(set(self.feature_layers)) < len(self.feature_layers):
             raise InputError(f"feature layers {list(self.feature_layers)}: name at least one, each once")
+
+    def _check_block(self) -> None:
+        if self.block_size is None or self.block_size < 2 or self.mask_token_id is None:
+            raise InputError("a block drafter needs block_size (at least 2) and mask_token_id")
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise InputError(f"mask_token_id {self.mask_token_id} must lie in 0 to {self.vocab_size - 1}")
+        if self.hidden_size != self.target_hidden_size:
+            raise InputError("a block drafter uses the target's embeddings: its hidden size must be the target's")
+        if self.style != "qwen3":
+            raise InputError("a block drafter's layers normalise queries and keys: its style must be qwen3")
+        eagle = ("fc_bias", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+        if on := [name for name in eagle if getattr(self, name)]:
+            raise InputError(f"{on[0]} belongs to EAGLE-3 heads: set it to false")
 
     @property
     def feature_size(self) -> int:
@@ -100,7 +114,7 @@ def config_like(
     """
     heads = int(target.num_attention_heads)
     values: dict[str, Any] = {
-        "style": "qwen3" if str(target.model_type).startswith("qwen3") else "llama",
+        "style": "qwen3" if kind == "block" or str(target.model_type).startswith("qwen3") else "llama",
         "hidden_size": int(target.hidden_size),
         "target_hidden_size": int(target.hidden_size),
         "intermediate_size": int(target.intermediate_size),

@@ -10,6 +10,7 @@ import torch
 
 from exittrain.drafters.base import DRAFTER_FILE, SCHEMA_VERSION, Drafter
 from exittrain.drafters.calibration import Calibration
+from exittrain.drafters.causal import CausalDrafter
 from exittrain.drafters.layers import copy_layers, share_with_target
 from exittrain.drafters.vocabulary import check_vocabulary
 from exittrain.errors import InputError
@@ -41,7 +42,7 @@ def load_drafter(
     model.module.requires_grad_(True)
     note = _read_note(Path(source))
     kind = str(note.get("kind", "causal_lm"))
-    drafter = Drafter(model, kind, target.fingerprint(), Calibration.load(source))
+    drafter = CausalDrafter(model, kind, target.fingerprint(), Calibration.load(source))
     frozen = set(note.get("frozen") or ())
     for name, parameter in model.module.named_parameters():
         parameter.requires_grad_(name not in frozen)
