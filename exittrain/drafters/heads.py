@@ -1,0 +1,36 @@
+"""What EAGLE heads and block drafters share beside their layers: a name for their numbers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import torch
+from torch import Tensor, nn
+
+from exittrain.drafters.head_config import HeadConfig
+
+
+class HeadIdentity:
+    """`identity()` is the sha256 (hex) of a head as it is now: its config, the ids it can draft and its own tensors.
+
+    The target's parts that it uses are no part of it (`Drafter.target_fingerprint`). Cached while nothing is trained.
+    """
+
+    def __init__(self, config: HeadConfig, module: nn.Module, draft_ids: Tensor | None) -> None:
+        self._config, self._module, self._draft_ids = config, module, draft_ids
+        self._known: tuple[list[tuple[int, int]], str] | None = None
+
+    def __call__(self) -> str:
+        tensors = sorted(self._module.state_dict(keep_vars=True).items())
+        frozen = not any(tensor.requires_grad for _, tensor in tensors)
+        versions = [(tensor.data_ptr(), tensor._version) for _, tensor in tensors]
+        if frozen and self._known is not None and self._known[0] == versions:
+            return self._known[1]
+        ids = None if self._draft_ids is None else self._draft_ids.tolist()
+        digest = hashlib.sha256(json.dumps([self._config.as_dict(), ids], sort_keys=True).encode())
+        for name, tensor in tensors:
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        self._known = (versions, digest.hexdigest())
+        return self._known[1]
