@@ -1,4 +1,4 @@
-"""One way to every drafter: a saved folder, any causal LM, or layers of the target."""
+"""One way to every drafter: a saved folder, any causal LM, layers of the target, an EAGLE head or block drafter."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from typing import Any
 
 import torch
 
+from exittrain.drafters.assemble import assemble_head
 from exittrain.drafters.base import DRAFTER_FILE, SCHEMA_VERSION, Drafter
 from exittrain.drafters.calibration import Calibration
 from exittrain.drafters.causal import CausalDrafter
+from exittrain.drafters.formats import is_head_folder
 from exittrain.drafters.layers import copy_layers, share_with_target
 from exittrain.drafters.vocabulary import check_vocabulary
 from exittrain.errors import InputError
 from exittrain.models.causal import CausalModel
+from exittrain.models.target import TargetModel
 
 
 def load_drafter(
     source: str | Path,
-    target: CausalModel,
+    target: TargetModel,
     dtype: torch.dtype | None = None,
     attention: str | None = None,
     share_embeddings: bool = True,
@@ -27,11 +30,15 @@ def load_drafter(
     """A drafter for `target`, on its device, trainable, in `dtype` (default: the target's).
 
     source: a folder written by `Drafter.save`, any source `CausalModel.from_pretrained` takes, `layers:4` (the
-    target's first 4) or `layers:0,5,29` (those). A folder's calibration comes along. Raises InputError where it (or
-    its calibration) cannot be read, or where its vocabulary is not the target's, naming ids that differ.
+    target's first 4) or `layers:0,5,29` (those); a folder may also be an EAGLE-3 head or block drafter in any form that
+    `formats.read_head` reads. A folder's calibration comes along. Raises InputError where it (or its calibration)
+    cannot be read, or where its vocabulary is not the target's, naming ids that differ.
     """
     if str(source).startswith("layers:"):
         return copy_layers(target, _parse_layers(str(source)), dtype, share_embeddings)
+    if is_head_folder(source):
+        kept = tuple(_read_note(Path(source)).get("frozen") or ())
+        return assemble_head(Path(source), target, dtype or target.dtype, kept)
     model = CausalModel.from_pretrained(
         source,
         dtype=dtype or target.dtype,
