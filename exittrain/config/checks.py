@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+from exittrain.config.drafter_checks import Branching, drafter_problem
 from exittrain.config.schema import ArmSection, EvalSection, OptimSection, Recipe, SourceSection
 from exittrain.errors import InputError, nearest
 
 MIN_SCRATCH_VOCAB = 257  # every byte, and the end
-SHAPE_KEYS = "hidden_size, num_layers, num_heads, intermediate_size"
 # The verifiers that are exact for each way of drawing a tree (math.md section 3): the registry's own, without torch.
 FIXED_VERIFIERS = ("tev", "predraw", "residual", "greedy")
 EXACT_VERIFIERS = {
@@ -19,14 +17,13 @@ EXACT_VERIFIERS = {
     "sampled_wor": (*FIXED_VERIFIERS, "rrs_wor", "traversal", "block"),
 }
 AUTO = "auto"
-Branching = str | Sequence[Sequence[int]]
 
 
 def check(recipe: Recipe, origin: str = "recipe") -> None:
     """Raises:
     InputError: the first contradiction, one line.
     """
-    for problem in (_names, _target, _drafter, _data, _sections, _arms, _evaluation):
+    for problem in (_names, _target, drafter_problem, _data, _sections, _arms, _evaluation):
         line = problem(recipe)
         if line is not None:
             raise InputError(f"{origin}: {line}")
@@ -55,29 +52,6 @@ def _target(recipe: Recipe) -> str | None:
             )
         if recipe.data.train.kind != "text" or (recipe.eval and set(recipe.eval.tasks) - {"heldout"}):
             return "a target made from nothing has no chat template: data of kind 'text' and eval.tasks [heldout] only"
-    return None
-
-
-def _drafter(recipe: Recipe) -> str | None:
-    drafter = recipe.drafter
-    if drafter.init is not None:
-        given = [name for name in ("model", "layers", "shape") if getattr(drafter, name) is not None]
-        return f"'drafter.init' continues a saved drafter: remove 'drafter.{given[0]}'" if given else None
-    if drafter.kind == "layers":
-        if drafter.layers is None:
-            return "'drafter.layers' is missing: how many of the target's first layers (4), or a list ([0, 5, 29])"
-        if drafter.model is not None or drafter.shape is not None:
-            return "a 'layers' drafter is copied from the target: remove 'drafter.model' and 'drafter.shape'"
-        if isinstance(drafter.layers, list) and not drafter.layers:
-            return "'drafter.layers' is an empty list: name at least one layer"
-        return None
-    if drafter.layers is not None:
-        return "'drafter.layers' belongs to kind 'layers', not 'causal_lm'"
-    if (drafter.model is None) == (drafter.shape is None):
-        return f"a 'causal_lm' drafter needs exactly one of 'drafter.model' and 'drafter.shape' ({SHAPE_KEYS})"
-    shape = drafter.shape
-    if shape is not None and (shape.hidden_size % shape.num_heads or (shape.hidden_size // shape.num_heads) % 2):
-        return "'drafter.shape.hidden_size' must be num_heads times an even number"
     return None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -62,11 +62,54 @@ class TargetSection(Section):
 
 
 class DrafterSection(Section):
-    kind: Literal["layers", "causal_lm"] = "layers"
+    """What drafts. Fields that are not of the kind keep their default; beside `init` only the dials are set.
+
+    eagle3: a head after EAGLE-3 (arXiv 2503.01840); block: a block drafter after DFlash (arXiv 2602.06036). Both read
+    the target's hidden states and share its embeddings.
+    """
+
+    kind: Literal["layers", "causal_lm", "eagle3", "block"] = "layers"
     model: str | None = None  # causal_lm: a folder, GGUF file or hub id of the target's tokenizer
     layers: Positive | list[int] | None = None  # layers: the first k of the target, or a list
     shape: ShapeSection | None = None  # causal_lm from nothing, vocabulary and tokenizer of the target
-    init: str | None = None  # continue from this saved drafter instead
+    init: str | None = None  # continue from this saved drafter instead (heads: from any format that can be exported to)
+    # eagle3 and block, made from nothing; what is left out is the target's
+    feature_layers: Annotated[list[Positive], Field(min_length=1)] | None = None  # indices of `hidden_states`
+    draft_vocab: Positive | None = None  # tokens it can draft, the most frequent of the training responses; None: all
+    num_layers: Positive | None = None  # default: eagle3 1, block 5
+    intermediate_size: Positive | None = None
+    # eagle3: the norms go by the names that speculators gives them
+    layer_style: Literal["llama", "qwen3"] | None = None  # qwen3 normalises queries and keys, as every block does
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    # block
+    block_size: Annotated[int, Field(ge=2)] | None = None  # the root and block_size - 1 masks; default 16
+    mask_token_id: Annotated[int, Field(ge=0)] | None = None  # default: an id that the tokenizer never gives
+    # dials of training (drafters.base.Dials), also beside `init`
+    unroll_steps: Positive = 3  # eagle3: steps of training-time test
+    unroll_decay: Annotated[float, Field(gt=0, le=1)] = 0.8  # eagle3: step k is weighted by its k-th power
+    block_anchors: Positive = 16  # block: blocks of the token loss, a sequence
+    block_decay: Annotated[float, Field(gt=0)] = 4.0  # block: place k is weighted by exp(-(k - 1) / block_decay)
+
+    def own_fields(self) -> dict[str, Any]:
+        """The fields that mean something for the kind, plain values: what a run's keys are made of."""
+        plain = ("model", "layers", "shape")  # in the keys of either kind without a head since before there were heads
+        made = SHAPE_FIELDS[self.kind] if self.kind in HEADS else plain
+        return self.model_dump(include={"kind", "init", *made, *DIAL_FIELDS.get(self.kind, ())})
+
+
+_MADE = ("feature_layers", "draft_vocab", "num_layers", "intermediate_size")  # of both kinds of head
+_EAGLE = ("layer_style", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+SHAPE_FIELDS: dict[str, tuple[str, ...]] = {  # what a drafter is made from; a saved one brings its own
+    "layers": ("layers",),
+    "causal_lm": ("model", "shape"),
+    "eagle3": (*_MADE, *_EAGLE),
+    "block": (*_MADE, "block_size", "mask_token_id"),
+}
+DIAL_FIELDS = {"eagle3": ("unroll_steps", "unroll_decay"), "block": ("block_anchors", "block_decay")}
+HEADS = ("eagle3", "block")
 
 
 class SamplingSection(Section):

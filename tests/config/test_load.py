@@ -102,7 +102,7 @@ def test_missing_sections_and_files(tmp_path: Path) -> None:
     [
         ("target.model=null", "exactly one of 'target.model'"),
         ("drafter.layers=null", "'drafter.layers' is missing"),
-        ("drafter.model=x", "copied from the target"),
+        ("drafter.model=x", "'drafter.model' belongs to kind 'causal_lm', not 'layers'"),
         ("drafter.init=x", "remove 'drafter.layers'"),
         ("drafter.kind=causal_lm", "belongs to kind 'layers'"),
         ("data.train.path=null", "'data.train.path' is missing"),
