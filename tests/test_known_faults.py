@@ -16,6 +16,7 @@ import exittrain
 from exittrain.build.base import TreeShape
 from exittrain.cli import main as cli
 from exittrain.drafters.base import Drafter
+from exittrain.drafters.causal import CausalDrafter
 from exittrain.drafters.scratch import make_causal_lm
 from exittrain.errors import InputError
 from exittrain.law.exit_law import batch_exit_law, exit_law
@@ -80,7 +81,7 @@ def test_7_trees_without_a_drafted_node(target: TargetModel, objective: str) -> 
     trees = TreeBatch.from_trees([DraftTree(tree.token_ids, [-1], "top", [0.0]) for tree in roots])
     edges = torch.zeros(4, 1, dtype=torch.float64)
     stored = StoredTrees(trees, torch.full((4,), 3), edges, [torch.tensor([i]) for i in range(4)])
-    drafter = Drafter(tiny(2))
+    drafter = CausalDrafter(tiny(2))
     metrics, totals, norm = one_step(target, drafter, stored=stored, objective=objective)
     assert metrics["coverage"] == 0.0 and totals["trees"] == 4 and 0 < norm < float("inf")
     assert (metrics["node_loss"] == 0.0) == (objective == "exit")
@@ -101,7 +102,7 @@ def test_29_a_changed_tokenizer_or_template_changes_the_targets_key(tmp_path: Pa
 
 def test_6_sequences_longer_than_the_drafters_positions_are_refused(target: TargetModel) -> None:
     with pytest.raises(InputError, match="up to 12 tokens, target and drafter share 10 positions"):
-        one_step(target, Drafter(tiny(2, max_positions=10)))
+        one_step(target, CausalDrafter(tiny(2, max_positions=10)))
 
 
 # C. Trees
@@ -176,7 +177,7 @@ def test_68_twelve_nearly_certain_steps_keep_their_mass(tmp_path: Path) -> None:
 def test_71_a_bf16_recipe_takes_the_same_step(target: TargetModel) -> None:
     """Micro-batches are summed in bfloat16 too: loss and gradient are those of float32 but for rounding."""
     whole, half = (
-        one_step(target, Drafter(tiny(2)), config, objective="reach_kl") for config in ("zero0", "zero1-bf16")
+        one_step(target, CausalDrafter(tiny(2)), config, objective="reach_kl") for config in ("zero0", "zero1-bf16")
     )
     for name in ("token_loss", "node_loss", "num_tokens", "num_trees"):
         assert half[0][name] == pytest.approx(whole[0][name], rel=0.02)

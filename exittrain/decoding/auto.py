@@ -21,9 +21,7 @@ def choose_auto(target: TargetModel, drafter: Drafter | None, sampling: Sampling
         raise InputError("verifier 'auto' goes by a drafter's calibration and there is no drafter: name a verifier")
     calibration = calibration_for(target, drafter.calibration, sampling, drafter.name)
     if calibration.drafter_fingerprint != drafter.fingerprint():
-        raise InputError(
-            f"the calibration beside {drafter.name} is of other weights (or of another dtype): {REMEDY}"
-        )
+        raise InputError(f"the calibration beside {drafter.name} is of other weights (or of another dtype): {REMEDY}")
     return calibration.choose(sampling.temperature, budget)
 
 

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exittrain.drafters.base import Drafter
+from exittrain.drafters.causal import CausalDrafter
 from exittrain.errors import InputError
 from exittrain.models.causal import CausalModel
 
 ALL_LINEAR = "all-linear"
 
 
-def add_adapter(drafter: Drafter, rank: int, alpha: float, targets: Sequence[str] | str, seed: int) -> None:
+def add_adapter(drafter: CausalDrafter, rank: int, alpha: float, targets: Sequence[str] | str, seed: int) -> None:
     """Freeze the drafter and put a trainable adapter on every linear layer whose name ends in one of `targets`.
 
     targets: names such as q_proj, or `all-linear`: all but the head. The drafter computes what it did before; the start

@@ -31,9 +31,11 @@ DRAFTER_FILE = "exittrain.json"
 
 @dataclass(frozen=True)
 class Dials:
-    """How heads lay out their token rows in training. EAGLE: unroll_steps of training-time test (EAGLE-3, arXiv
-    2503.01840), the k-th weighted unroll_decay^k. Block: block_anchors blocks a sequence, position k of a block weighted
-    exp(-(k - 1) / block_decay) (DFlash, arXiv 2602.06036)."""
+    """How heads lay out their token rows in training.
+
+    EAGLE: unroll_steps of training-time test, the k-th weighted unroll_decay^k (EAGLE-3, arXiv 2503.01840). Block:
+    block_anchors blocks a sequence, position k of a block weighted exp(-(k - 1) / block_decay) (DFlash, 2602.06036).
+    """
 
     unroll_steps: int = 3
     unroll_decay: float = 0.8
@@ -48,8 +50,8 @@ class TrainingInputs:
     sequences: S 1-D ids; trained: as long each, bool, True where the token is a trained response token; features
     [S, L, F] of the target along the sequences (None where `Drafter.feature_layers` is empty); tree r grows from
     anchors[r] of sequences[tree_sequence[r]]; places [P]: flat index (tree * M + node), ascending, of the nodes of
-    `trees` whose distributions are wanted (trees None: none are). generator: for drafters that choose places to
-    train at.
+    `trees` whose distributions are wanted (trees None: none are). generators: one a sequence, for drafters that choose
+    places to train at (so that a sequence's places depend on no neighbour and no rank).
     """
 
     sequences: Sequence[Tensor]
@@ -59,7 +61,7 @@ class TrainingInputs:
     tree_sequence: Tensor | None = None
     anchors: Tensor | None = None
     places: Tensor | None = None
-    generator: torch.Generator | None = None
+    generators: Sequence[torch.Generator] | None = None
 
 
 @dataclass(frozen=True, eq=False)

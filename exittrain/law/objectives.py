@@ -42,7 +42,8 @@ class Objective:
 
 @dataclass(frozen=True, eq=False)
 class NodeTerms:
-    """row_weights, edge_weights [B, M] (edge v is read at v's parent); row_loss: a name in `losses.ROW_LOSSES`.
+    """row_weights, edge_weights [B, M] (edge v is read at v's parent); row_loss: a name in `losses.ROW_LOSSES`, None
+    where the weights are on edges.
 
     denominator is this batch's share: sum it over micro-batches and ranks, then divide once.
     """
@@ -50,7 +51,7 @@ class NodeTerms:
     row_weights: Tensor
     edge_weights: Tensor
     denominator: float
-    row_loss: str = "kl"
+    row_loss: str | None = "kl"
 
 
 OBJECTIVES: dict[str, Objective] = {
@@ -98,7 +99,7 @@ def node_terms(
     if normaliser not in denominators:
         known = list(denominators)
         raise InputError(f"no normaliser {normaliser!r}{nearest(normaliser, known)} (known: {', '.join(known)})")
-    return NodeTerms(rows, edges, denominators[normaliser](), objective.row_loss)
+    return NodeTerms(rows, edges, denominators[normaliser](), objective.row_loss if objective.on == "rows" else None)
 
 
 def weight_at(step: int, steps: int, weight: float, warmup_ratio: float = 0.0) -> float:

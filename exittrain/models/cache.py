@@ -5,7 +5,7 @@ Shapes: S rows, K cached columns, W new columns, M nodes with the root, H hidden
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -32,10 +32,10 @@ class Cacheable(Protocol):
     @property
     def max_positions(self) -> int: ...
 
-    def hidden(
-        self, input_ids: Tensor, position_ids: Tensor | None, mask: Tensor | None, cache: Any, features: Any = None
-    ) -> Tensor:
-        """States [S, L, H] of input_ids [S, L], appended to the cache."""
+    @property
+    def hidden(self) -> Callable[..., Tensor]:
+        """(input_ids [S, L], position_ids [S, L], mask [S, 1, L, K+L], cache[, features]) -> states [S, L, H]; what is
+        run is appended to the cache."""
         ...
 
     def head(self, states: Tensor) -> Tensor: ...

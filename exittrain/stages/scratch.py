@@ -23,7 +23,7 @@ from exittrain.runtime.ranks import all_reduce_sums, barrier, is_main, rank, wor
 from exittrain.stages.context import StageContext
 from exittrain.stages.conversations.text import read_text, text_files
 from exittrain.stages.training.loop import Hooks, Sums, train
-from exittrain.stages.training.losses import label_loss_sum
+from exittrain.stages.training.losses import RowHead, label_loss_sum
 from exittrain.stages.training.sequences import micro_batches
 from exittrain.stages.training.settings import LoopSettings
 from exittrain.stages.warmup import engine_config, start_stage
@@ -141,7 +141,9 @@ class LanguageLoss(nn.Module):
         rows = self._model.hidden(ids)[:, :-1].flatten(0, 1)
         if not len(ids):
             return self._model.head(rows).sum() * 0.0, {"token_loss": torch.zeros(())}
-        total = label_loss_sum(self._model.head, rows, ids[:, 1:].flatten(), Sampling(), self._model.vocab_size)
+        total = label_loss_sum(
+            RowHead(self._model.head, self._model.vocab_size), rows, ids[:, 1:].flatten(), Sampling()
+        )
         return total * scales["token"], {"token_loss": total.detach()}
 
 

@@ -10,6 +10,7 @@ import torch
 from exittrain.config.schema import ArmSection
 from exittrain.drafters.adapter import add_adapter
 from exittrain.drafters.base import Drafter
+from exittrain.drafters.causal import CausalDrafter
 from exittrain.drafters.load import load_drafter
 from exittrain.errors import InputError
 from exittrain.law.seeding import generator_for, seed_for
@@ -93,6 +94,8 @@ class Arm:
         # One seed for all arms: they see the same sequences, in the same order, at the same steps.
         seed = seed_for(context.recipe.seed, STAGE) % 2**31
         if train_section.lora is not None:
+            if not isinstance(self.drafter, CausalDrafter):
+                raise InputError("'train.lora' is for draft LMs: a head is small, train it whole (remove 'train.lora')")
             add_adapter(self.drafter, **train_section.lora.model_dump(), seed=seed)
         self.settings = LoopSettings.from_section(train_section.model_dump(), steps=steps, lr=section.lr, seed=seed)
         self.stored = None
@@ -132,7 +135,7 @@ def _run_arm(
 
     def evaluate() -> dict[str, float]:
         assert held_out is not None  # the hook is only set then
-        return {**held_out.measure(arm.drafter), **_staleness(arm, sequences, context.recipe.seed)}
+        return {**held_out.measure(arm.drafter), **_staleness(arm, target, sequences, context.recipe.seed)}
 
     def save_best() -> None:
         if is_main():
@@ -160,7 +163,7 @@ def _run_arm(
     barrier()
 
 
-def _staleness(arm: Arm, sequences: SequenceSet, seed: int) -> dict[str, float]:
+def _staleness(arm: Arm, target: TargetModel, sequences: SequenceSet, seed: int) -> dict[str, float]:
     """For an arm on stored trees: how far its drafter has left them behind. seed: the recipe's."""
     if arm.stored is None:
         return {}
@@ -168,7 +171,7 @@ def _staleness(arm: Arm, sequences: SequenceSet, seed: int) -> dict[str, float]:
     loss, rows = arm.loss, chosen[:STALENESS_TREES].sort().values
     generators = collected_generators(loss.builder, arm.stored.places(sequences, rows), seed)
     tree = (loss.shape, loss.samplings[0], loss.builder, generators)
-    return staleness(arm.drafter, sequences.tokens, arm.stored, rows, *tree)
+    return staleness(arm.drafter, target, sequences.tokens, arm.stored, rows, *tree)
 
 
 def arm_steps(context: StageContext, name: str, folder: Path, target: TargetModel, sequences: SequenceSet) -> int:

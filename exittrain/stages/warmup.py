@@ -9,6 +9,7 @@ import torch
 
 from exittrain.config.schema import DrafterSection, Recipe
 from exittrain.drafters.base import Drafter
+from exittrain.drafters.causal import CausalDrafter
 from exittrain.drafters.layers import copy_layers
 from exittrain.drafters.load import load_drafter
 from exittrain.drafters.scratch import make_causal_lm
@@ -104,7 +105,7 @@ def first_drafter(section: DrafterSection, target: TargetModel, seed: int) -> Dr
         name="drafter",
     )
     model.module.to(target.device)
-    return Drafter(model, "causal_lm", target.fingerprint())
+    return CausalDrafter(model, "causal_lm", target.fingerprint())
 
 
 def training_sequences(context: StageContext, target: TargetModel) -> SequenceSet:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from exittrain.drafters.base import Drafter
+from exittrain.drafters.causal import CausalDrafter
 from exittrain.drafters.layers import copy_layers
 from exittrain.drafters.scratch import make_causal_lm
 from exittrain.models.target import TargetModel
@@ -47,7 +47,7 @@ def drafters(target):
     """Drafters by name: none, another random model, one copied layer, two, and the target itself."""
     return {
         "none": None,
-        "random": Drafter(random_model(seed=5, layers=1)),
+        "random": CausalDrafter(random_model(seed=5, layers=1)),
         "layers": copy_layers(target, 1),
         "near": copy_layers(target, [0, 1]),
         "itself": copy_layers(target, 3),

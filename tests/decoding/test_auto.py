@@ -13,6 +13,7 @@ from exittrain.decoding import auto, loop
 from exittrain.decoding.auto import choose_auto
 from exittrain.drafters.base import Drafter
 from exittrain.drafters.calibration import Calibration, Choice
+from exittrain.drafters.causal import CausalDrafter
 from exittrain.errors import InputError
 from exittrain.law.sampling import Sampling
 
@@ -27,7 +28,7 @@ LIST = replace(TEV, temperature=0.5, budget=3, builder="static", branching=((0,)
 def calibrated(target, drafters) -> Drafter:
     model = drafters["near"].model
     known = Calibration(target.fingerprint(), model.fingerprint(), 0, 1.0, "here", (TEV, DRAWN, LIST))
-    return Drafter(model, calibration=known)
+    return CausalDrafter(model, calibration=known)
 
 
 def run(target, drafter, prompt, **settings):
@@ -80,7 +81,7 @@ def test_refusals_are_one_line_with_the_remedy(target, drafters, calibrated, pro
         ({"target_fingerprint": "x"}, "is of another target"),
         ({"top_k": 5}, "is of top_k 5 and top_p 1, not 0 and 1"),
     ):
-        line = refused(Drafter(calibrated.model, calibration=replace(known, **changed)))
+        line = refused(CausalDrafter(calibrated.model, calibration=replace(known, **changed)))
         assert expected in line and remedy in line
     line = refused(calibrated, top_p=0.5)
     assert "is of top_k 0 and top_p 1, not 0 and 0.5" in line and remedy in line
@@ -88,7 +89,7 @@ def test_refusals_are_one_line_with_the_remedy(target, drafters, calibrated, pro
 
 
 def test_trained_weights_are_other_weights(target, drafters, calibrated) -> None:
-    drafter = Drafter(calibrated.model, calibration=calibrated.calibration)
+    drafter = CausalDrafter(calibrated.model, calibration=calibrated.calibration)
     weight = next(drafter.trainable_parameters())  # not the embeddings, which are the target's own
     before = weight.detach().clone()
     try:

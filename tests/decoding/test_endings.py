@@ -6,7 +6,7 @@ from conftest import as_target, random_model
 
 from exittrain import InputError, decode
 from exittrain.decoding.stopping import StopStrings
-from exittrain.drafters.base import Drafter
+from exittrain.drafters.causal import CausalDrafter
 from exittrain.drafters.layers import copy_layers
 
 
@@ -95,7 +95,7 @@ def test_a_stop_string_after_many_invisible_tokens_is_found():
 def test_the_position_limit_ends_with_length(drafted):
     """The tree shrinks near the limit; no position at or past it is ever asked of the target."""
     target = as_target(random_model(max_positions=24))
-    drafter = Drafter(copy_layers(target, 2).model) if drafted else None
+    drafter = CausalDrafter(copy_layers(target, 2).model) if drafted else None
     seen = []
     original = target.hidden
     target.hidden = lambda ids, positions=None, *rest: (
@@ -111,7 +111,7 @@ def test_the_position_limit_ends_with_length(drafted):
 
 
 def test_the_drafter_s_positions_count_too(target):
-    short = Drafter(random_model(max_positions=16, layers=1))
+    short = CausalDrafter(random_model(max_positions=16, layers=1))
     out = decode(target, short, [1, 2, 3], max_new_tokens=64, eos_token_ids=())
     assert 3 + len(out.token_ids) == 16
     with pytest.raises(InputError, match="16 positions"):

@@ -11,7 +11,7 @@ from scipy.stats import chisquare
 from exittrain import decode
 from exittrain.build.registry import BUILDERS
 from exittrain.build.sampled import SampledBuilder
-from exittrain.drafters.base import Drafter
+from exittrain.drafters.causal import CausalDrafter
 from exittrain.tree.draft_rows import DraftRows
 from exittrain.verify.base import BatchVerdict
 from exittrain.verify.registry import VERIFIERS
@@ -30,7 +30,7 @@ def flattened(model):
 @pytest.fixture(scope="module")
 def pair():
     target = as_target(flattened(random_model(VOCAB, seed=1)))
-    return target, Drafter(flattened(random_model(VOCAB, seed=2, layers=1)))
+    return target, CausalDrafter(flattened(random_model(VOCAB, seed=2, layers=1)))
 
 
 def joint_law(target, length, top_p=1.0):

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from exittrain.config.load import load_recipe
 from exittrain.drafters.adapter import add_adapter
 from exittrain.drafters.base import Drafter
+from exittrain.drafters.causal import CausalDrafter
 from exittrain.drafters.load import load_drafter
 from exittrain.drafters.scratch import make_causal_lm
 from exittrain.errors import InputError
@@ -33,7 +34,7 @@ def target() -> TargetModel:
 
 
 def make(tied: bool = True, dtype: torch.dtype = torch.float32) -> Drafter:
-    return Drafter(make_causal_lm(48, 32, 2, 2, 48, tie_embeddings=tied, dtype=dtype, name="draft"))
+    return CausalDrafter(make_causal_lm(48, 32, 2, 2, 48, tie_embeddings=tied, dtype=dtype, name="draft"))
 
 
 def trained(drafter: Drafter) -> None:

@@ -12,13 +12,13 @@ from transformers import PreTrainedTokenizerFast
 
 from exittrain.build.base import TreeShape
 from exittrain.build.registry import get_builder
-from exittrain.drafters.base import Drafter
+from exittrain.drafters.causal import CausalDrafter
 from exittrain.drafters.layers import copy_layers
 from exittrain.drafters.load import load_drafter
 from exittrain.drafters.scratch import make_causal_lm
 from exittrain.errors import InputError
 from exittrain.law.sampling import Sampling, process_logits
-from exittrain.models.packed import pack, pack_plain
+from exittrain.models.packed import PackedBatch, pack
 from exittrain.models.target import TargetModel
 from exittrain.tree.batch import TreeBatch
 from exittrain.tree.draft_tree import DraftTree
@@ -34,6 +34,10 @@ def tokenizer(*swapped: int):
     plain = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="w0"))
     plain.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="w0")
+
+
+def tree_hidden(drafter: CausalDrafter, packed: PackedBatch) -> torch.Tensor:
+    return drafter.model.hidden(packed.input_ids, packed.position_ids, packed.mask)
 
 
 @pytest.fixture
@@ -66,7 +70,7 @@ def test_training_never_touches_the_target(target, share):
     shared = drafter.model.embeddings.weight.data_ptr() == target.embeddings.weight.data_ptr()
     assert shared == share and drafter.model.embeddings.weight.requires_grad != share
     optimizer = torch.optim.AdamW(drafter.trainable_parameters(), lr=0.1)
-    drafter.head(drafter.tree_hidden(pack_plain([IDS[0]]))).logsumexp(-1).sum().backward()
+    drafter.head(drafter.model.hidden(IDS[:1])).logsumexp(-1).sum().backward()
     optimizer.step()
     drafter.model.module.to(torch.bfloat16)
     assert target.dtype == torch.float32
@@ -77,7 +81,7 @@ def test_training_never_touches_the_target(target, share):
 @pytest.mark.parametrize("spec", ["layers:2", "layers:1,3", "scratch"])
 def test_saved_and_loaded_is_bit_equal(target, tmp_path, spec):
     if spec == "scratch":
-        drafter = Drafter(make_causal_lm(48, 16, 1, 2, 32, tie_embeddings=False, tokenizer=tokenizer()))
+        drafter = CausalDrafter(make_causal_lm(48, 16, 1, 2, 32, tie_embeddings=False, tokenizer=tokenizer()))
     else:
         drafter = load_drafter(spec, target)
     with torch.no_grad():
@@ -138,12 +142,12 @@ def test_layers_that_are_not_there(target, spec):
 
 
 def test_equal_sizes_with_two_ids_swapped_are_refused(target, tmp_path):
-    drafter = Drafter(make_causal_lm(48, 16, 1, 2, 32, tokenizer=tokenizer(7, 9)))
+    drafter = CausalDrafter(make_causal_lm(48, 16, 1, 2, 32, tokenizer=tokenizer(7, 9)))
     with pytest.raises(InputError, match=r"differ in 2 token ids \(7 is 'w9' and 'w7', 9 is 'w7' and 'w9'\)"):
         load_drafter(drafter.save(tmp_path / "swapped"), target)
     with pytest.raises(InputError, match="has 50 tokens, target tiny has 48"):
-        load_drafter(Drafter(make_causal_lm(50, 16, 1, 2, 32)).save(tmp_path / "larger"), target)
-    load_drafter(Drafter(make_causal_lm(48, 16, 1, 2, 32)).save(tmp_path / "mute"), target)
+        load_drafter(CausalDrafter(make_causal_lm(50, 16, 1, 2, 32)).save(tmp_path / "larger"), target)
+    load_drafter(CausalDrafter(make_causal_lm(48, 16, 1, 2, 32)).save(tmp_path / "mute"), target)
 
 
 def test_a_note_of_another_schema_is_refused(target, tmp_path):
@@ -165,7 +169,7 @@ def test_trained_rows_equal_look_ahead_rows(target):
     session = drafter.session(sequences, rows, anchors, Sampling(0.7))
     draft = get_builder("best_first")(session, TreeShape(budget=9, depth=4, width=4))
     packed = pack(sequences, draft.trees, rows, anchors)
-    logprobs = process_logits(drafter.head(packed.gather(drafter.tree_hidden(packed))), Sampling(0.7))
+    logprobs = process_logits(drafter.head(packed.gather(tree_hidden(drafter, packed))), Sampling(0.7))
     edges = logprobs.gather(1, draft.trees.parent_index()[..., None].expand_as(logprobs)).gather(
         2, draft.trees.token_ids[..., None]
     )[..., 0]
@@ -178,26 +182,21 @@ def test_greedy_serving_ranks_by_probabilities(target):
     assert torch.isfinite(root).all()
 
 
-@pytest.mark.parametrize("as_tensor", [True, False])
-def test_decoding_state_equals_one_from_nothing(target, as_tensor):
-    """After committing different paths, an unexpanded leaf included, the state equals a fresh one."""
+def test_decoding_state_equals_one_from_nothing(target):
+    """After advancing along different paths, an unexpanded leaf included, the state equals a fresh one."""
     drafter = load_drafter("layers:2", target)
-    contexts = [[3, 4, 5], [6]]
-    state = drafter.start(2)
-    state.extend([torch.tensor(context) for context in contexts])
+    state = drafter.start([torch.tensor([3, 4, 5]), torch.tensor([6])])
     session = state.session(Sampling())
     valid = torch.ones(2, 2, dtype=torch.bool)
     session.expand(torch.zeros(2, 2, dtype=torch.int64), torch.tensor([[10, 11], [12, 13]]), valid)
     session.expand(torch.tensor([[2, 1], [1, 1]]), torch.tensor([[14, 15], [16, 17]]), valid)
     # Row 0 accepts 11, 14 and a leaf never expanded; row 1 nothing.
-    slots = torch.tensor([[2, 3, -1], [-1, -1, -1]]) if as_tensor else [[2, 3, -1], []]
-    assert state.commit(slots).tolist() == [2, 0] and state.lengths.tolist() == [5, 1]
-    state.extend([torch.tensor([20, 21]), torch.tensor([])])
-    contexts = [[3, 4, 5, 11, 14, 20, 21], [6]]
+    state.advance([[2, 3, -1], []], [[11, 14, 20, 21], [22]])
+    assert state.lengths.tolist() == [5, 1]
+    contexts = [[3, 4, 5, 11, 14, 20, 21], [6, 22]]
     for rows in (torch.tensor([0, 1]), torch.tensor([1])):
         state.select_rows(rows)
-        fresh = drafter.start(len(rows))
-        fresh.extend([torch.tensor(contexts[row]) for row in rows.tolist()])
+        fresh = drafter.start([torch.tensor(contexts[row]) for row in rows.tolist()])
         ours, theirs = state.session(Sampling()), fresh.session(Sampling())
         torch.testing.assert_close(ours.root().exp(), theirs.root().exp(), atol=1e-5, rtol=0)
         wave = (torch.zeros(len(rows), 1, dtype=torch.int64), torch.full((len(rows), 1), 30), valid[: len(rows), :1])
@@ -208,7 +207,7 @@ def test_a_target_of_full_layers_drafts_what_it_scores(target):
     drafter = load_drafter("layers:4", target)
     tree = DraftTree([5, 6, 7], [-1, 0, 1])
     packed = pack([IDS[0]], TreeBatch.from_trees([tree]), torch.tensor([0]), torch.tensor([2]))
-    ours = drafter.head(packed.gather(drafter.tree_hidden(packed)))[0].log_softmax(-1)
+    ours = drafter.head(packed.gather(tree_hidden(drafter, packed)))[0].log_softmax(-1)
     torch.testing.assert_close(ours, target.score_trees(IDS[0], [2], [tree])[0], atol=1e-5, rtol=1e-5)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from exittrain.errors import InputError
 from exittrain.law.exit_law import batch_exit_law, edge_logprobs
-from exittrain.law.losses import ROW_LOSSES, cross_entropy_rows, draft_logprobs, kl_rows, lk_rows, tv_rows
+from exittrain.law.losses import ROW_LOSSES, RowLoss, cross_entropy_rows, draft_logprobs, kl, lk, target_logprobs, tv
 from exittrain.law.objectives import OBJECTIVES, Objective, node_terms, weight_at
 from exittrain.law.sampling import Sampling, process_logits
 from exittrain.tree.batch import TreeBatch
@@ -67,7 +67,8 @@ def test_objectives_are_their_formulas(name: str, normaliser: str) -> None:
     terms = node_terms(name, trees, law, normaliser, depth_limit=DEPTH)
     assert not terms.row_weights.requires_grad
     assert (terms.row_weights[~trees.valid] == 0).all() and (terms.edge_weights[~trees.valid] == 0).all()
-    rows = ROW_LOSSES[terms.row_loss](target.flatten(0, 1), draft.flatten(0, 1), Sampling())
+    assert (terms.row_loss is None) == (OBJECTIVES[name].on != "rows")
+    rows = on_logits(ROW_LOSSES[terms.row_loss or "kl"])(target.flatten(0, 1), draft.flatten(0, 1))
     edges = -edge_logprobs(trees, draft.log_softmax(-1))
     total = (terms.row_weights.flatten() * rows).sum() + (terms.edge_weights * edges).sum()
     assert float(total) / (terms.denominator or 1) == pytest.approx(
@@ -108,6 +109,26 @@ def test_unknown_names() -> None:
         node_terms("exit", trees, law, "node")
 
 
+def on_logits(loss: RowLoss):
+    """The loss on raw logits of both sides."""
+
+    def rows(target: torch.Tensor, draft: torch.Tensor, sampling: Sampling = Sampling()) -> torch.Tensor:  # noqa: B008
+        return loss(target_logprobs(target, sampling), draft_logprobs(draft, sampling))
+
+    return rows
+
+
+def test_the_tokens_that_can_be_drafted_keep_their_share() -> None:
+    """A pruned vocabulary's target is cut, not renormalised: its gradient is q times the mass inside, less p."""
+    target, draft = two_rows(8)
+    ids = torch.tensor([0, 2])
+    columns = draft.detach()[:, ids].requires_grad_()
+    p = target.softmax(-1)[:, ids]
+    kl(target_logprobs(target, Sampling(), ids), draft_logprobs(columns)).sum().backward()
+    torch.testing.assert_close(columns.grad, columns.softmax(-1) * p.sum(-1, keepdim=True) - p)
+    assert float(p.sum(-1).max()) < 0.999
+
+
 def test_weight_schedule() -> None:
     assert [weight_at(step, 10, 2.0, 0.4) for step in range(6)] == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
     assert weight_at(0, 10, 2.0) == weight_at(9, 10, 2.0) == 2.0
@@ -126,7 +147,7 @@ def test_kl_is_its_sum_and_its_gradient(seed: int, sampling: Sampling) -> None:
     target, draft = torch.randn(2, 3, VOCAB, generator=torch.Generator().manual_seed(seed)).double() * 3
     target.requires_grad_()
     draft.requires_grad_()
-    value = kl_rows(target, draft, sampling)
+    value = on_logits(kl)(target, draft, sampling)
     p, q = process_logits(target.detach(), sampling).exp(), draft_logprobs(draft, sampling).exp().detach()
     for row in range(3):
         wanted = sum(float(x) * math.log(x / y) for x, y in zip(p[row], q[row], strict=True) if x > 0)
@@ -140,22 +161,22 @@ def test_kl_is_its_sum_and_its_gradient(seed: int, sampling: Sampling) -> None:
 def test_kl_of_the_same_logits_is_zero_in_every_dtype() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         logits = (torch.randn(4, 1000, generator=torch.Generator().manual_seed(0)) * 30).to(dtype)
-        value = kl_rows(logits, logits, Sampling(0.1))
+        value = on_logits(kl)(logits, logits, Sampling(0.1))
         assert value.dtype == torch.float32 and float(value.abs().max()) < 1e-5
 
 
 def test_a_target_cut_by_top_p_and_saturated_rows_stay_finite() -> None:
     target = torch.tensor([[500.0, 0.0, -500.0], [1.0, 1.0, -torch.inf]])
     draft = torch.tensor([[-500.0, 0.0, 500.0], [2.0, 0.0, 1.0]], requires_grad=True)
-    value = kl_rows(target, draft, Sampling(0.5, top_p=0.9))
+    value = on_logits(kl)(target, draft, Sampling(0.5, top_p=0.9))
     value.sum().backward()
     assert value.isfinite().all() and draft.grad is not None and draft.grad.isfinite().all()
 
 
 def test_a_token_the_drafter_cannot_say_costs_only_what_the_target_gives_it() -> None:
     draft = torch.tensor([[0.0, -torch.inf, 0.0]])
-    assert float(kl_rows(torch.tensor([[0.0, -torch.inf, 0.0]]), draft)) == 0.0
-    assert float(kl_rows(torch.tensor([[0.0, 0.0, 0.0]]), draft)) == math.inf
+    assert float(on_logits(kl)(torch.tensor([[0.0, -torch.inf, 0.0]]), draft)) == 0.0
+    assert float(on_logits(kl)(torch.tensor([[0.0, 0.0, 0.0]]), draft)) == math.inf
 
 
 SAMPLINGS = [Sampling(), Sampling(0.5), Sampling(2.0, top_k=2), Sampling(0.7, top_p=0.6), Sampling(0)]
@@ -179,11 +200,11 @@ def test_acceptance_losses_are_their_sums_and_gradients(seed: int, sampling: Sam
     alpha = torch.tensor([sum(map(min, *rows)) for rows in pairs], dtype=torch.float64)
     scarce = (q < p).double()
     gradient = q * ((q * scarce).sum(-1, keepdim=True) - scarce) / (1.0 if sampling.greedy else sampling.temperature)
-    tv, lk = tv_rows(target, draft, sampling), lk_rows(target, draft, sampling)
-    torch.testing.assert_close(tv.detach(), 1 - alpha, atol=1e-12, rtol=0)
-    torch.testing.assert_close(lk.detach(), -alpha.log(), atol=1e-9, rtol=1e-9)
-    (of_tv,) = torch.autograd.grad(tv.sum(), draft)
-    (of_lk,) = torch.autograd.grad(lk.sum(), draft)
+    of_tv, of_lk = on_logits(tv)(target, draft, sampling), on_logits(lk)(target, draft, sampling)
+    torch.testing.assert_close(of_tv.detach(), 1 - alpha, atol=1e-12, rtol=0)
+    torch.testing.assert_close(of_lk.detach(), -alpha.log(), atol=1e-9, rtol=1e-9)
+    (of_tv,) = torch.autograd.grad(of_tv.sum(), draft)
+    (of_lk,) = torch.autograd.grad(of_lk.sum(), draft)
     torch.testing.assert_close(of_tv, gradient, atol=1e-12, rtol=1e-9)
     torch.testing.assert_close(of_lk, of_tv / alpha[:, None], atol=1e-12, rtol=1e-9)
     assert target.grad is None
@@ -196,10 +217,10 @@ def test_tv_is_how_often_a_draw_is_refused() -> None:
     generator = torch.Generator().manual_seed(0)
     drawn = torch.multinomial(q, 200_000, replacement=True, generator=generator)
     accepted = torch.rand(len(drawn), generator=generator) < (p / q)[drawn]
-    assert float(tv_rows(target, draft.detach())) == pytest.approx(1 - float(accepted.double().mean()), abs=0.005)
+    assert float(on_logits(tv)(target, draft.detach())) == pytest.approx(1 - float(accepted.double().mean()), abs=0.005)
 
 
-@pytest.mark.parametrize("loss", [tv_rows, lk_rows])
+@pytest.mark.parametrize("loss", [tv, lk])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_acceptance_losses_stay_finite(loss, dtype: torch.dtype, sampling: Sampling) -> None:
@@ -208,23 +229,23 @@ def test_acceptance_losses_stay_finite(loss, dtype: torch.dtype, sampling: Sampl
     target = torch.tensor([[far, -far, -far, -inf], [far, -far, 0.0, -inf], [far, far, -inf, -inf]]).to(dtype)
     draft = torch.tensor([[-far, far, -far, -inf], [far, -far, 0.0, -inf], [-inf, -inf, far, -far]]).to(dtype)
     draft.requires_grad_()
-    values = loss(target, draft, sampling)
+    values = on_logits(loss)(target, draft, sampling)
     values.sum().backward()
     assert values.dtype == torch.float32 and values.isfinite().all() and draft.grad.isfinite().all()
     apart, alike, disjoint = values.tolist()
-    assert apart == pytest.approx(1.0 if loss is tv_rows else 400.0 / (sampling.temperature or 1.0), rel=0.01)
+    assert apart == pytest.approx(1.0 if loss is tv else 400.0 / (sampling.temperature or 1.0), rel=0.01)
     assert abs(alike) < 1e-6
     # Nothing in common: surely refused, and no reason to move.
-    assert disjoint == (1.0 if loss is tv_rows else 0.0) and not draft.grad[2].any()
-    if loss is lk_rows and sampling.greedy:  # TV's own gradient is gone where acceptance underflows, LK's is not
+    assert disjoint == (1.0 if loss is tv else 0.0) and not draft.grad[2].any()
+    if loss is lk and sampling.greedy:  # TV's own gradient is gone where acceptance underflows, LK's is not
         torch.testing.assert_close(draft.grad[0], torch.tensor([-1.0, 1.0, 0.0, 0.0], dtype=dtype))
 
 
 def test_acceptance_losses_of_a_copy_are_nothing() -> None:
     target, _ = two_rows(6, rows=4)
     draft = target.clone().requires_grad_()
-    for loss in (tv_rows, lk_rows):
-        value = loss(target, draft, Sampling(0.5)).sum()
+    for loss in (tv, lk):
+        value = on_logits(loss)(target, draft, Sampling(0.5)).sum()
         (gradient,) = torch.autograd.grad(value, draft)
         assert abs(float(value.detach())) < 1e-12 and gradient.isfinite().all()
 
@@ -243,14 +264,15 @@ def test_cross_entropy() -> None:
 def test_another_objective_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another row loss and another weight; nothing else has to know."""
 
-    def overlap_miss(target: torch.Tensor, draft: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-        p, q = process_logits(target, sampling).exp(), draft_logprobs(draft, sampling).exp()
-        return 1 - torch.minimum(p, q).sum(-1)
+    def overlap_miss(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+        return 1 - torch.minimum(log_p.exp(), log_q.exp()).sum(-1)
 
     monkeypatch.setitem(ROW_LOSSES, "overlap", overlap_miss)
     monkeypatch.setitem(OBJECTIVES, "reach_overlap", Objective("rows", lambda trees, law: law.reach, "overlap"))
     trees, target, draft = case(3)
     law = batch_exit_law(trees, edge_logprobs(trees, target.log_softmax(-1)))
     terms = node_terms("reach_overlap", trees, law, depth_limit=DEPTH)
-    rows = ROW_LOSSES[terms.row_loss](target.flatten(0, 1), draft.flatten(0, 1), Sampling())
+    assert terms.row_loss == "overlap"
+    assert terms.row_loss == "overlap"
+    rows = on_logits(ROW_LOSSES[terms.row_loss])(target.flatten(0, 1), draft.flatten(0, 1))
     assert 0 < float((terms.row_weights.flatten() * rows).sum()) < float(terms.row_weights.sum())

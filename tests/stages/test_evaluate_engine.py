@@ -10,6 +10,7 @@ import torch
 from exittrain.build.base import TreeShape
 from exittrain.config.schema import EvalSection
 from exittrain.drafters.base import Drafter
+from exittrain.drafters.causal import CausalDrafter
 from exittrain.drafters.scratch import make_causal_lm
 from exittrain.errors import InputError, Interrupted
 from exittrain.models.target import TargetModel
@@ -48,7 +49,7 @@ def drafters(target) -> dict[str, Drafter]:
     with torch.no_grad():
         for parameter in near.module.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
-    return {"far": Drafter(tiny(1, layers=1)), "near": Drafter(near)}
+    return {"far": CausalDrafter(tiny(1, layers=1)), "near": CausalDrafter(near)}
 
 
 def sequences(count: int = 8, length: int = 24, prompt: int = 6) -> list[TokenSequence]:

@@ -14,6 +14,7 @@ from exittrain.build.base import TreeShape
 from exittrain.config.schema import EvalSection
 from exittrain.drafters.base import Drafter
 from exittrain.drafters.calibration import CALIBRATION_FILE, Calibration, Choice
+from exittrain.drafters.causal import CausalDrafter
 from exittrain.drafters.load import load_drafter
 from exittrain.drafters.scratch import make_causal_lm
 from exittrain.errors import InputError
@@ -61,7 +62,7 @@ def drafters() -> dict[str, Drafter]:
     with torch.no_grad():
         for parameter in near.module.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    return {"far": Drafter(tiny(1, layers=1)), "near": Drafter(near)}
+    return {"far": CausalDrafter(tiny(1, layers=1)), "near": CausalDrafter(near)}
 
 
 def sequences(count: int = 8) -> list[TokenSequence]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from exittrain.build.base import TreeShape
 from exittrain.build.registry import get_builder
-from exittrain.drafters.base import Drafter
+from exittrain.drafters.causal import CausalDrafter
 from exittrain.drafters.scratch import make_causal_lm
 from exittrain.law.sampling import Sampling
 from exittrain.law.seeding import generator_for
@@ -104,7 +104,7 @@ def _scoring(sizes: ModelSizes, repeats: int, device: str | torch.device) -> Com
 
 
 def _drafting(sizes: ModelSizes, repeats: int, device: str | torch.device) -> Comparison:
-    drafter, generator = Drafter(_model(sizes, 1, device)), generator_for(0, "benchmarks", "drafting")
+    drafter, generator = CausalDrafter(_model(sizes, 1, device)), generator_for(0, "benchmarks", "drafting")
     sequence = torch.randint(1, sizes.vocab, (sizes.length,), generator=generator)
     anchors = torch.linspace(sizes.length // 2, sizes.length - 1, sizes.trees).long()
     shape, build = TreeShape(budget=sizes.nodes, depth=6, width=4), get_builder("best_first")

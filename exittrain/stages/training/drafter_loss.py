@@ -1,6 +1,6 @@
 """The drafter's loss on one micro-batch: token loss on response tokens plus a weighted node loss on draft trees.
 
-Shapes: S sequences, L packed columns, T token rows, P node rows, E edges, H hidden, V vocabulary.
+Shapes: T token rows, U target rows, P node rows, Q node states, E edges, H hidden, Ht the target's, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,14 +13,19 @@ from torch import Tensor, nn
 
 from exittrain.build.base import TreeShape
 from exittrain.build.static import rank_paths
-from exittrain.drafters.base import Drafter
+from exittrain.drafters.base import Drafter, Layout
 from exittrain.law.objectives import get_objective
 from exittrain.law.sampling import Sampling
-from exittrain.models.packed import PackedBatch
 from exittrain.models.target import TargetModel
 from exittrain.stages.training.loop import Sums
-from exittrain.stages.training.losses import edge_loss_sum, label_loss_sum, row_loss_sum
-from exittrain.stages.training.scoring import Edges
+from exittrain.stages.training.losses import (
+    Logits,
+    RowHead,
+    edge_loss_sum,
+    label_loss_sum,
+    mixed_kl_sum,
+    pair_loss_sum,
+)
 
 
 @dataclass(frozen=True)
@@ -61,32 +66,34 @@ class LossSettings:
 
 @dataclass(frozen=True, eq=False)
 class NodeTargets:
-    """places [P]: each node row's place among the packed columns; row_weights [P] or edge_weights [E], the other is
-    None; hidden [P, Ht]: the target's states at the rows, or its raw logits [P, V] where they were small enough."""
+    """What tree nodes are compared with; what an objective does not use is None.
 
-    places: Tensor
-    edges: Edges
-    row_weights: Tensor | None
-    row_loss: str
-    edge_weights: Tensor | None
-    hidden: Tensor | None
-    logits: Tensor | None
+    Rows: weights [P] of the nodes in `Layout.node_rows`' order, row_loss, and of the target its states hidden [P, Ht],
+    or its raw logits [P, V] where they were small enough. Edges: state_of, tokens, weights [E], which node state each
+    leaves.
+    """
+
+    weights: Tensor
+    row_loss: str | None = None
+    hidden: Tensor | None = None
+    logits: Tensor | None = None
+    state_of: Tensor | None = None
+    tokens: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
     """One forward's share of a step.
 
-    sampling: what it is trained at; token_places, token_labels [T]: rows among the packed columns and the tokens they
-    predict; token_hidden [T, Ht]: the target's states there (None: not needed); nodes: None without trees.
+    sampling: what it is trained at; layout: the drafter's forward; target_of [T]: the row of token_hidden [U, Ht] that
+    each token row is compared with, the target's states (None: not needed); nodes: None without trees.
     """
 
     sample_ids: list[str]
     counts: Sums
     sampling: Sampling
-    packed: PackedBatch
-    token_places: Tensor
-    token_labels: Tensor
+    layout: Layout
+    target_of: Tensor
     token_hidden: Tensor | None
     nodes: NodeTargets | None
 
@@ -98,7 +105,6 @@ class DrafterLoss(nn.Module):
         super().__init__()
         self.network = drafter.module
         self._drafter, self._target, self._settings = drafter, target, settings
-        self._vocab_size = drafter.vocab_size
 
     def forward(self, batch: MicroBatch, scales: Sums) -> tuple[Tensor, dict[str, Tensor | float]]:
         """scales: what the token sum and the node sum are multiplied by.
@@ -106,43 +112,49 @@ class DrafterLoss(nn.Module):
         sums: both losses, and the squared norms of their gradients at the drafter's last hidden states, which the
         backward pass fills in.
         """
-        states = self._drafter.tree_hidden(batch.packed).flatten(0, 1)
+        token_states, node_states = self._drafter.states(batch.layout)
         # A zero on the whole network: a rank without any row must still reduce a gradient for every parameter.
-        loss = states.new_zeros(()) if len(batch.token_places) else self._drafter.head(states[:1]).sum() * 0.0
+        loss = token_states.new_zeros(()) if len(token_states) else self._drafter.head(token_states).sum() * 0.0
         sums: dict[str, Tensor | float] = {}
-        parts = [("token", self._token_sum, batch.token_places)]
+        parts = [("token", self._token_sum, token_states)]
         if self._settings.uses_trees:
-            parts.append(("node", self._node_sum, batch.nodes.places if batch.nodes else batch.token_places[:0]))
-        for name, sum_of, places in parts:
+            parts.append(("node", self._node_sum, node_states if batch.nodes else node_states[:0]))
+        for name, sum_of, states in parts:
             sums[f"{name}_loss"] = sums[f"{name}_gradient"] = 0.0
-            if len(places):
-                rows = states[places]
-                if rows.requires_grad:
-                    rows.register_hook(_keep_square(sums, f"{name}_gradient"))  # type: ignore[no-untyped-call]
-                value = sum_of(batch, rows)
+            if len(states):
+                if states.requires_grad:
+                    states.register_hook(_keep_square(sums, f"{name}_gradient"))  # type: ignore[no-untyped-call]
+                value = sum_of(batch, states)
                 sums[f"{name}_loss"] = value.detach()
                 loss = loss + value * scales[name]
         return loss, sums
 
-    def _token_sum(self, batch: MicroBatch, rows: Tensor) -> Tensor:
-        hidden = batch.token_hidden
-        if hidden is None:
-            return label_loss_sum(self._drafter.head, rows, batch.token_labels, Sampling(), self._vocab_size)
-        return row_loss_sum(self._drafter.head, rows, self._target_logits(hidden), batch.sampling, self._vocab_size)
+    def _token_sum(self, batch: MicroBatch, states: Tensor) -> Tensor:
+        head, layout = self._head(), batch.layout
+        if batch.token_hidden is None:
+            return label_loss_sum(head, states, layout.labels, Sampling(), layout.weights)
+        of_target = self._target_logits(batch.token_hidden)
+        return pair_loss_sum(head, states, of_target, batch.target_of, batch.sampling, layout.weights)
 
-    def _node_sum(self, batch: MicroBatch, rows: Tensor) -> Tensor:
-        nodes, head, sampling = batch.nodes, self._drafter.head, batch.sampling
-        assert nodes is not None  # there are rows
-        if nodes.edge_weights is not None:
-            return edge_loss_sum(head, rows, nodes.edges, nodes.edge_weights, sampling, self._vocab_size)
-        logits = nodes.logits
+    def _node_sum(self, batch: MicroBatch, states: Tensor) -> Tensor:
+        nodes, head, sampling, rows = batch.nodes, self._head(), batch.sampling, batch.layout.node_rows
+        assert nodes is not None  # there are states
+        if nodes.state_of is not None and nodes.tokens is not None:
+            return edge_loss_sum(head, states, nodes.state_of, nodes.tokens, nodes.weights, sampling)
+        logits, hidden = nodes.logits, nodes.hidden
         if logits is not None:
-            return row_loss_sum(
-                head, rows, lambda a, b: logits[a:b], sampling, self._vocab_size, nodes.row_weights, nodes.row_loss
-            )
-        assert nodes.hidden is not None  # one of the two is there
-        of_target = self._target_logits(nodes.hidden)
-        return row_loss_sum(head, rows, of_target, sampling, self._vocab_size, nodes.row_weights, nodes.row_loss)
+            of_target: Logits = lambda a, b: logits[a:b]  # noqa: E731
+        else:
+            assert hidden is not None  # one of the two is there
+            of_target = self._target_logits(hidden)
+        index = torch.arange(len(rows), device=rows.device)
+        if nodes.row_loss == "kl" and not (len(states) == len(rows) and torch.equal(rows, index)):
+            return mixed_kl_sum(head, states, of_target, rows, nodes.weights, sampling)
+        assert nodes.row_loss is not None  # rows have one
+        return pair_loss_sum(head, states[rows], of_target, index, sampling, nodes.weights, nodes.row_loss)
+
+    def _head(self) -> RowHead:
+        return RowHead(self._drafter.head, self._drafter.vocab_size, self._drafter.draft_ids)
 
     def _target_logits(self, hidden: Tensor) -> Callable[[int, int], Tensor]:
         def rows(start: int, stop: int) -> Tensor:

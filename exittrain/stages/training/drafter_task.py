@@ -1,30 +1,31 @@
 """Training a drafter against its target: token loss on response tokens plus lambda times a node loss on draft trees.
 
-Shapes: S sequences of a micro-batch, L packed columns, T token rows, R trees, M nodes with the root, P node rows.
+Shapes: S sequences of a micro-batch, L tokens of the longest, R trees, M nodes with the root, P node rows, Ht the
+target's hidden size, F features of a token, V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from exittrain.build.registry import drawn_by
-from exittrain.drafters.base import Drafter
+from exittrain.drafters.base import Drafter, Layout, TrainingInputs
 from exittrain.errors import InputError
 from exittrain.law.exit_law import batch_exit_law
-from exittrain.law.objectives import get_objective, node_terms, weight_at
+from exittrain.law.objectives import NodeTerms, get_objective, node_terms, weight_at
 from exittrain.law.sampling import Sampling
 from exittrain.law.seeding import generator_for
-from exittrain.models.packed import PackedBatch, pack, pack_plain
 from exittrain.models.target import TargetModel
 from exittrain.runtime.ranks import rank, world_size
 from exittrain.stages.training.drafter_loss import DrafterLoss, LossSettings, MicroBatch, NodeTargets
 from exittrain.stages.training.loop import Sums
-from exittrain.stages.training.scoring import score_edges, tree_edges
+from exittrain.stages.training.scoring import Edges, score_edges, tree_edges
 from exittrain.stages.training.sequences import Plan, SequenceSet, batch_at, choose_anchors, micro_batches
 from exittrain.stages.training.settings import LoopSettings
 from exittrain.stages.training.trees import StoredTrees, draw_trees, move_trees, take_trees, tree_generators
@@ -60,19 +61,19 @@ class DrafterTask:
         plan = self._plan(step)
         shares, sampling = self._shares(plan), self._loss.sampling_at(step)
         if not self._loss.uses_trees:
-            return [self._without_trees([plan.indices[i] for i in members], sampling) for members in shares]
+            return [self._without_trees([plan.indices[i] for i in members], sampling, step) for members in shares]
         trees, own_rows = None if self._stored is not None else self._trees_of(step), self._own(plan)[3]
         batches = []
         for members in shares:
             indices, tree_sequence, anchors, rows = plan.share(members)
             if not len(rows):
-                batches.append(self._without_trees(indices, sampling))
+                batches.append(self._without_trees(indices, sampling, step))
             elif trees is None:
                 stored = self._stored_trees(plan, rows)
-                batches.append(self._with_trees(indices, tree_sequence, anchors, sampling, *stored))
+                batches.append(self._with_trees(indices, tree_sequence, anchors, sampling, step, *stored))
             else:
                 own = take_trees(trees, torch.searchsorted(own_rows, rows))
-                batches.append(self._with_trees(indices, tree_sequence, anchors, sampling, own, None))
+                batches.append(self._with_trees(indices, tree_sequence, anchors, sampling, step, own, None))
         return batches
 
     def scales(self, step: int, totals: Sums) -> Sums:
@@ -165,62 +166,93 @@ class DrafterTask:
         edges = self._stored.edge_logprobs[chosen, : trees.token_ids.shape[1]]
         return trees, edges.to(self._target.device)
 
-    def _without_trees(self, indices: list[int], sampling: Sampling) -> MicroBatch:
+    def _without_trees(self, indices: list[int], sampling: Sampling, step: int) -> MicroBatch:
         """Sequences alone; without any, a stand-in that trains nothing but takes part in every reduction."""
         sequences = [self._sequences.tokens[i] for i in indices] or [self._sequences.tokens[0][:2]]
-        packed = pack_plain(sequences).to(self._target.device)
-        hidden = self._target.sequence_hidden(sequences, TARGET_TOKENS) if self._loss.token_loss == "kl" else None
-        return self._batch(indices, sampling, packed, hidden, None, {})
+        along, features = self._along(sequences)
+        return self._batch(indices, sequences, sampling, step, along, features, {}, None)
 
     def _with_trees(
-        self, indices: list[int], tree_sequence: Tensor, anchors: Tensor, sampling: Sampling, trees: TreeBatch,
-        stored_edges: Tensor | None,
+        self, indices: list[int], tree_sequence: Tensor, anchors: Tensor, sampling: Sampling, step: int,
+        trees: TreeBatch, stored_edges: Tensor | None,
     ) -> MicroBatch:  # fmt: skip
         loss, target = self._loss, self._target
         sequences = [self._sequences.tokens[i] for i in indices]
-        on_rows, use_kl = get_objective(loss.objective).on == "rows", loss.token_loss == "kl"
+        on_rows = get_objective(loss.objective).on == "rows"
         edges = tree_edges(trees, trees.valid & (trees.depths < loss.depth_limit) if on_rows else None)
-        packed = pack(sequences, edges.inner, tree_sequence, anchors, self._drafter.dtype)
         hidden, logits = None, None
         if stored_edges is not None and not on_rows:  # what the shards hold is enough
-            along = target.sequence_hidden(sequences, TARGET_TOKENS) if use_kl else None
+            along, features = self._along(sequences)
             edge_logprobs = stored_edges
         else:
             inputs = (sequences, edges.inner, tree_sequence, anchors, TARGET_TOKENS)
-            along, at_nodes = target.hidden_with_trees(*inputs) if use_kl else (None, target.tree_hidden(*inputs))
+            if self._drafter.feature_layers or loss.token_loss != "kl":
+                along, features = self._along(sequences)
+                at_nodes = target.tree_hidden(*inputs)
+            else:
+                (along, at_nodes), features = target.hidden_with_trees(*inputs), None
             hidden = at_nodes.flatten(0, 1)[edges.places]
             edge_logprobs, logits = score_edges(target.head, hidden, edges, sampling, target.vocab_size, keep=on_rows)
         law = batch_exit_law(trees, edge_logprobs)
         terms = node_terms(loss.objective, trees, law, loss.normaliser, loss.depth_limit)
-        columns = packed.tree_sequence[:, None] * packed.input_ids.shape[1] + packed.columns
-        nodes = NodeTargets(
-            columns.flatten()[edges.places], edges,
-            terms.row_weights.float().flatten()[edges.rows] if on_rows else None, terms.row_loss,
-            None if on_rows else terms.edge_weights.float().flatten()[edges.nodes],
-            hidden if on_rows and logits is None else None, logits,
-        )  # fmt: skip
         counts = {"nodes": terms.denominator, "trees": float(len(trees)), "coverage": float(law.coverage.sum())}
-        return self._batch(indices, sampling, packed, along, nodes, counts)
+        made = TrainedTrees(edges, tree_sequence, anchors, terms, hidden, logits)
+        return self._batch(indices, sequences, sampling, step, along, features, counts, made)
+
+    def _along(self, sequences: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
+        """The target along the sequences: last hidden states [S, L, Ht] (None: not needed) and features [S, L, F]."""
+        layers, use_kl = self._drafter.feature_layers, self._loss.token_loss == "kl"
+        if layers:
+            hidden, features = self._target.states(layers).batch(sequences)
+            return (hidden if use_kl else None), features
+        return (self._target.sequence_hidden(sequences, TARGET_TOKENS) if use_kl else None), None
 
     def _batch(
-        self, indices: list[int], sampling: Sampling, packed: PackedBatch, along: Tensor | None,
-        nodes: NodeTargets | None, counts: Sums,
+        self, indices: list[int], sequences: list[Tensor], sampling: Sampling, step: int, along: Tensor | None,
+        features: Tensor | None, counts: Sums, trees: TrainedTrees | None,
     ) -> MicroBatch:  # fmt: skip
-        """`along` [S, L', Ht]: the target's states along the sequences, padded or not beyond them."""
-        trained = torch.nn.utils.rnn.pad_sequence(
-            [self._sequences.trained[i] for i in indices] or [torch.zeros(2, dtype=torch.bool)], batch_first=True
-        )
-        row, column = (part.to(packed.input_ids.device) for part in trained[:, 1:].nonzero(as_tuple=True))
-        width = packed.input_ids.shape[1]
+        trained = [self._sequences.trained[i] for i in indices] or [torch.zeros(2, dtype=torch.bool)]
+        generators = [generator_for(self._loop.seed, "blocks", step, self._sequences.ids[i]) for i in indices]
+        given = TrainingInputs(sequences, trained, features, generators=generators or [generator_for("stand-in")])
+        if trees is not None:
+            given = replace(
+                given, trees=trees.edges.inner, tree_sequence=trees.tree_sequence, anchors=trees.anchors,
+                places=trees.edges.places,
+            )  # fmt: skip
+        layout = self._drafter.lay_out(given)
+        wanted, target_of = torch.unique_consecutive(layout.target_rows, dim=0, return_inverse=True)
+        row, column = wanted.unbind(1)
         if self._loss.uses_trees:
             counts = {"nodes": 0.0, "trees": 0.0, "coverage": 0.0, **counts}
+        num_tokens = float(len(layout.labels)) if layout.weights is None else float(layout.weights.sum())
         return MicroBatch(
             sample_ids=[self._sequences.ids[i] for i in indices],
-            counts={"tokens": float(len(row)), **counts},
+            counts={"tokens": num_tokens, **counts},
             sampling=sampling,
-            packed=packed,
-            token_places=row * width + column,
-            token_labels=packed.input_ids[row, column + 1],
+            layout=layout,
+            target_of=target_of,
             token_hidden=None if along is None else along[row, column],
-            nodes=nodes,
+            nodes=None if trees is None else trees.targets(layout),
         )
+
+
+@dataclass(frozen=True, eq=False)
+class TrainedTrees:
+    """A micro-batch's trees with the target's law, weighted. tree_sequence, anchors [R]: where they grow; hidden
+    [P, Ht], logits [P, V]: the target at `edges.rows`, as far as they are needed."""
+
+    edges: Edges
+    tree_sequence: Tensor
+    anchors: Tensor
+    terms: NodeTerms
+    hidden: Tensor | None
+    logits: Tensor | None
+
+    def targets(self, layout: Layout) -> NodeTargets:
+        """What the drafter's node states are compared with."""
+        edges, terms = self.edges, self.terms
+        if terms.row_loss is None:
+            weights = terms.edge_weights.float().flatten()[edges.nodes]
+            return NodeTargets(weights, state_of=layout.node_rows[edges.row_of], tokens=edges.tokens)
+        weights = terms.row_weights.float().flatten()[edges.rows]
+        return NodeTargets(weights, terms.row_loss, self.hidden if self.logits is None else None, self.logits)

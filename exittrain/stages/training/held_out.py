@@ -9,15 +9,14 @@ from torch import Tensor
 
 from exittrain.build.base import TreeShape
 from exittrain.build.registry import drawn_by
-from exittrain.drafters.base import Drafter
+from exittrain.drafters.base import Drafter, TrainingInputs
 from exittrain.law.sampling import Sampling
 from exittrain.law.seeding import generator_for
-from exittrain.models.packed import pack
 from exittrain.models.target import TargetModel
 from exittrain.runtime.ranks import all_reduce_sums, rank, world_size
 from exittrain.stages.coverage import coverage_of
 from exittrain.stages.evaluation.contexts import ContextSet, grow_scored
-from exittrain.stages.training.scoring import score_edges, tree_edges
+from exittrain.stages.training.scoring import Edges, score_edges, tree_edges
 from exittrain.stages.training.sequences import SequenceSet, choose_anchors
 from exittrain.stages.training.trees import (
     StoredTrees,
@@ -87,8 +86,8 @@ class HeldOut:
 
 @torch.no_grad()
 def staleness(
-    drafter: Drafter, sequences: Sequence[Tensor], stored: StoredTrees, rows: Tensor, shape: TreeShape,
-    sampling: Sampling, builder: str, generators: Sequence[torch.Generator] | None = None,
+    drafter: Drafter, target: TargetModel, sequences: Sequence[Tensor], stored: StoredTrees, rows: Tensor,
+    shape: TreeShape, sampling: Sampling, builder: str, generators: Sequence[torch.Generator] | None = None,
 ) -> dict[str, float]:  # fmt: skip
     """How far the drafter has moved from the one that drew the stored trees at `rows` [R'].
 
@@ -105,9 +104,10 @@ def staleness(
         inputs = [sequences[i] for i in used.tolist()]
         trees = move_trees(take_trees(stored.trees, part), drafter.device)
         edges = tree_edges(trees)
-        packed = pack(inputs, edges.inner, local, stored.anchors[part], drafter.dtype)
-        hidden = packed.gather(drafter.tree_hidden(packed)).flatten(0, 1)[edges.places]
-        now, _ = score_edges(drafter.head, hidden, edges, sampling.for_drafting(), drafter.vocab_size)
+        now, _ = score_edges(
+            drafter.logits, _node_states(drafter, target, inputs, edges, local, stored.anchors[part]), edges,
+            sampling.for_drafting(), drafter.vocab_size,
+        )  # fmt: skip
         drafted = trees.valid & (trees.depths > 0)
         assert trees.draft_logprobs is not None  # records have them
         change += float((now - trees.draft_logprobs.double())[drafted].abs().sum())
@@ -116,6 +116,19 @@ def staleness(
         today = draw_trees(drafter, inputs, local, stored.anchors[part], shape, sampling, builder, own)
         kept += sum(len(old & new) for old, new in zip(_paths(trees), _paths(today), strict=True))
     return {"log_q_change": change / max(nodes, 1), "still_drawn": kept / max(nodes, 1)}
+
+
+def _node_states(
+    drafter: Drafter, target: TargetModel, sequences: Sequence[Tensor], edges: Edges, tree_sequence: Tensor,
+    anchors: Tensor,
+) -> Tensor:  # fmt: skip
+    """The drafter's states [P, H] at `edges.rows`."""
+    layers = drafter.feature_layers
+    features = target.states(layers).batch(sequences)[1] if layers else None
+    nothing = [torch.zeros(len(tokens), dtype=torch.bool) for tokens in sequences]
+    given = TrainingInputs(sequences, nothing, features, edges.inner, tree_sequence, anchors, edges.places)
+    layout = drafter.lay_out(given)
+    return drafter.states(layout)[1][layout.node_rows]
 
 
 def _paths(trees: TreeBatch) -> list[set[tuple[int, ...]]]:

@@ -75,10 +75,12 @@ def _only(trees: TreeBatch, wanted: Tensor) -> tuple[TreeBatch, Tensor]:
     return TreeBatch(taken(trees.token_ids), parents, depths, valid), place
 
 
-def row_chunks(rows: Tensor, vocab_size: int) -> list[tuple[int, int]]:
-    """[start, stop) ranges of the rows whose float32 logits stay under CHUNK_BYTES each."""
+def row_chunks(rows: Tensor, vocab_size: int, count: int | None = None) -> list[tuple[int, int]]:
+    """[start, stop) ranges of the rows (or of `count` others, on the same device) whose float32 logits stay under
+    CHUNK_BYTES each."""
     step = max(1, CHUNK_BYTES.get(rows.device.type, CHUNK_BYTES["cuda"]) // (4 * vocab_size))
-    return [(start, min(start + step, len(rows))) for start in range(0, len(rows), step)]
+    count = len(rows) if count is None else count
+    return [(start, min(start + step, count)) for start in range(0, count, step)]
 
 
 def edge_chunks(edges: Edges, vocab_size: int) -> Iterator[tuple[int, int, slice]]:

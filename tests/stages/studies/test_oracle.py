@@ -13,7 +13,7 @@ from tiny_study import VOCAB, sequences, tiny_model, tiny_target
 
 from exittrain.build.base import TreeShape
 from exittrain.build.registry import get_builder
-from exittrain.drafters.base import Drafter
+from exittrain.drafters.causal import CausalDrafter
 from exittrain.errors import InputError, Interrupted
 from exittrain.law.exit_law import batch_exit_law
 from exittrain.law.gap import PLACES, first_nodes
@@ -45,9 +45,9 @@ def target() -> TargetModel:
 @pytest.fixture(scope="module")
 def entrants() -> list[Entrant]:
     drafters = {
-        "warm start": Drafter(tiny_model(1)),
-        "near": Drafter(tiny_model(0, 0.05)),
-        "self": Drafter(tiny_model(0)),
+        "warm start": CausalDrafter(tiny_model(1)),
+        "near": CausalDrafter(tiny_model(0, 0.05)),
+        "self": CausalDrafter(tiny_model(0)),
     }
     roles = {"warm start": "warm start", "near": "arm", "self": "drafter"}
     return [Entrant(name, partial(drafters.__getitem__, name), roles[name]) for name in drafters]

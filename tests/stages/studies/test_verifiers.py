@@ -15,6 +15,7 @@ from exittrain.build.base import TreeShape
 from exittrain.build.static import rank_paths
 from exittrain.drafters.base import Drafter
 from exittrain.drafters.calibration import Calibration
+from exittrain.drafters.causal import CausalDrafter
 from exittrain.errors import InputError, Interrupted
 from exittrain.law.sampling import Sampling
 from exittrain.models.target import TargetModel
@@ -45,7 +46,7 @@ def target() -> TargetModel:
 
 @pytest.fixture(scope="module")
 def drafter() -> Drafter:
-    return Drafter(tiny_model(0, 0.1))
+    return CausalDrafter(tiny_model(0, 0.1))
 
 
 def settings_of(**changes) -> VerifierStudy:

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from exittrain.drafters.base import Drafter
+from exittrain.drafters.causal import CausalDrafter
 from exittrain.drafters.scratch import make_causal_lm
 from exittrain.models.target import TargetModel
 from exittrain.stages.conversations.store import TokenSequence
@@ -36,7 +37,7 @@ def entrant(
     max_positions: int = 64,
 ) -> Entrant:  # fmt: skip
     """A drafter of a run whose weights are the target's and some noise."""
-    made = Drafter(tiny_model(0, noise, max_positions))
+    made = CausalDrafter(tiny_model(0, noise, max_positions))
     load: Callable[[], Drafter] = partial(lambda drafter: drafter, made)
     return Entrant(name, load, role, objective, steps)
 

@@ -9,7 +9,7 @@ from tiny_training import VOCAB, make_drafter
 from exittrain.build.base import TreeShape
 from exittrain.build.registry import get_builder
 from exittrain.law.exit_law import batch_exit_law, edge_logprobs
-from exittrain.law.losses import ROW_LOSSES, cross_entropy_rows, draft_logprobs, kl_rows
+from exittrain.law.losses import ROW_LOSSES, cross_entropy_rows, draft_logprobs, target_logprobs
 from exittrain.law.objectives import OBJECTIVES, node_terms
 from exittrain.law.sampling import Sampling, process_logits
 from exittrain.models.packed import pack
@@ -34,6 +34,14 @@ def chunking(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return str(request.param)
 
 
+def row_losses(name: str, target_logits, draft_logits, sampling: Sampling) -> torch.Tensor:
+    return ROW_LOSSES[name](target_logprobs(target_logits, sampling), draft_logprobs(draft_logits, sampling))
+
+
+def tree_hidden(drafter, packed) -> torch.Tensor:
+    return drafter.model.hidden(packed.input_ids, packed.position_ids, packed.mask)
+
+
 def gradients(drafter) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in drafter.model.module.named_parameters() if p.grad is not None}
 
@@ -51,7 +59,7 @@ def plain_gradients(made, target, step: int) -> dict[str, torch.Tensor]:
         wanted = target.head(target.hidden(sequence[None]))[0]
         rows = trained[1:].nonzero().flatten()
         if loss.token_loss == "kl":
-            token_sum = token_sum + kl_rows(wanted[rows], draft[rows], loss.samplings[0]).sum()
+            token_sum = token_sum + row_losses("kl", wanted[rows], draft[rows], loss.samplings[0]).sum()
         else:
             token_sum = token_sum + cross_entropy_rows(draft[rows], sequence[rows + 1]).sum()
         tokens += len(rows)
@@ -63,11 +71,12 @@ def plain_gradients(made, target, step: int) -> dict[str, torch.Tensor]:
         generators = tree_generators(loss.builder, places, task._loop.seed, "tree", step)
         trees = merge_batch(get_builder(loss.builder)(session, loss.shape, generators).trees)[0]
         packed = pack([sequence], trees, torch.zeros_like(mine), plan.anchors[mine])
-        q_logits = drafter.head(packed.gather(drafter.tree_hidden(packed)))
+        q_logits = drafter.head(packed.gather(tree_hidden(drafter, packed)))
         p_logits = target.head(packed.gather(target.hidden(packed.input_ids, packed.position_ids, packed.mask)))
         law = batch_exit_law(trees, edge_logprobs(trees, process_logits(p_logits, loss.samplings[0])))
         terms = node_terms(loss.objective, trees, law, loss.normaliser, loss.depth_limit)
-        rows = ROW_LOSSES[terms.row_loss](p_logits.flatten(0, 1), q_logits.flatten(0, 1), loss.samplings[0])
+        name = terms.row_loss or "kl"  # weights on edges leave all rows at zero
+        rows = row_losses(name, p_logits.flatten(0, 1), q_logits.flatten(0, 1), loss.samplings[0])
         log_q = edge_logprobs(trees, draft_logprobs(q_logits, loss.samplings[0]))
         node_sum = node_sum + (terms.row_weights.flatten() * rows).sum() - (terms.edge_weights * log_q).sum()
         denominator += terms.denominator
@@ -122,7 +131,7 @@ def test_cross_entropy_on_tokens(make_task, target, chunking: str) -> None:
 @pytest.mark.parametrize("as_bool", [False, True])
 def test_a_row_has_a_gradient_iff_it_predicts_a_trained_token(make_task, target, mask: str, as_bool: bool) -> None:
     flags = [int(c) for c in mask]
-    rows = [
+    data = [
         {
             "sequence_id": "a",
             "token_ids": list(range(1, 8)),
@@ -130,17 +139,16 @@ def test_a_row_has_a_gradient_iff_it_predicts_a_trained_token(make_task, target,
         },
         {"sequence_id": "b", "token_ids": list(range(9, 18)), "loss_mask": [0, 0, 1, 0, 0, 0, 0, 1, 1]},
     ]
-    made = make_task({"batch_size": 2}, {"token_loss": "ce"}, SequenceSet.from_rows(rows))
+    made = make_task({"batch_size": 2}, {"token_loss": "ce"}, SequenceSet.from_rows(data))
     (batch,) = made.task.prepare(0)
-    states = made.drafter.tree_hidden(batch.packed).detach().requires_grad_()
-    made.task.module._drafter = type(
-        "Fixed", (), {"tree_hidden": lambda self, packed: states, "head": made.drafter.head}
-    )()
+    rows = batch.layout.inputs
+    states = tree_hidden(made.drafter, rows.packed).detach().requires_grad_()
+    made.drafter.model.hidden = lambda *inputs: states
     loss, _ = made.task.module(batch, {"token": 1.0, "node": 0.0})
     loss.backward()
     has_gradient = states.grad.abs().sum(-1) > 0
     order = {name: row for row, name in enumerate(batch.sample_ids)}
-    for row in rows:
+    for row in data:
         expected = [*map(bool, row["loss_mask"][1:]), False]
         assert has_gradient[order[row["sequence_id"]], : len(expected)].tolist() == expected
 

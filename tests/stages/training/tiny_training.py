@@ -6,6 +6,7 @@ import torch
 
 from exittrain.build.base import TreeShape
 from exittrain.drafters.base import Drafter
+from exittrain.drafters.causal import CausalDrafter
 from exittrain.drafters.scratch import make_causal_lm
 
 VOCAB = 50
@@ -13,7 +14,7 @@ SHAPE = TreeShape(budget=6, depth=3, width=3)
 
 
 def make_drafter(seed: int = 2) -> Drafter:
-    return Drafter(make_causal_lm(VOCAB, 16, 1, 2, 32, seed=seed))
+    return CausalDrafter(make_causal_lm(VOCAB, 16, 1, 2, 32, seed=seed))
 
 
 def make_rows(count: int = 10, prompt: int = 3) -> list[dict[str, object]]:
