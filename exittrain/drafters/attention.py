@@ -24,7 +24,8 @@ def make_norm(size: int, config: HeadConfig) -> nn.Module:
 
 def make_mlp(config: HeadConfig) -> nn.Module:
     """The gated feed-forward part, H to H."""
-    return LlamaMLP(_with_bias(config))
+    mlp: nn.Module = LlamaMLP(_with_bias(config))  # type: ignore[no-untyped-call]
+    return mlp
 
 
 class Rotary(nn.Module):
@@ -79,7 +80,7 @@ class Attention(nn.Module):
         return projected
 
     def _split(self, rows: Tensor) -> Tensor:
-        return rows.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return rows.view(*rows.shape[:-1], -1, self.head_dim).transpose(1, 2)
 
 
 def _rotate(heads: Tensor, rotation: Rotation) -> Tensor:

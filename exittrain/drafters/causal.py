@@ -27,7 +27,8 @@ from exittrain.models.session import CacheSession, open_session
 class CausalDrafter(Drafter):
     """A drafter around a CausalModel. kind: "layers" (copied from the target) or "causal_lm".
 
-    vocab_size: the target's, by default the model's own; draft_ids: see `vocabulary.shared_ids`.
+    vocab_size: the target's, by default the model's own; draft_ids: the first D ids, where further columns of either are
+    padding (`vocabulary.shared_size`).
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class CausalDrafter(Drafter):
     def head(self, states: Tensor) -> Tensor:
         """Raw logits [..., D] float32 of states [..., H]; differentiable."""
         logits = self.model.head(states)
-        return logits if self.draft_ids is None else logits[..., self.draft_ids]
+        return logits if self.draft_ids is None else logits[..., : len(self.draft_ids)]
 
     def session(
         self, sequences: Sequence[Tensor], tree_sequence: Tensor, anchors: Tensor, sampling: Sampling

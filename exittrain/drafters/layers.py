@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from exittrain.drafters.causal import CausalDrafter
+from exittrain.drafters.vocabulary import shared_size
 from exittrain.errors import InputError
 from exittrain.models.causal import CausalModel
 
@@ -30,11 +31,12 @@ def copy_layers(
     chosen = list(range(layers)) if isinstance(layers, int) else [int(layer) for layer in layers]
     if not chosen or any(not 0 <= layer < total for layer in chosen) or (isinstance(layers, int) and layers < 1):
         raise InputError(f"layers {layers} asked of {target.name}, which has layers 0 to {total - 1}")
-    module = _smaller_module(target, chosen, dtype or target.dtype)
+    module, size = _smaller_module(target, chosen, dtype or target.dtype), shared_size(target, target)
     drafter = CausalDrafter(
         CausalModel(module, target.tokenizer, f"{target.name}-layers-{len(chosen)}", verify=False),
         "layers",
         target.fingerprint(),
+        draft_ids=None if size is None else torch.arange(size, device=target.device),
     )
     if share_embeddings:
         share_with_target(drafter.model, target)

@@ -14,7 +14,7 @@ from exittrain.drafters.calibration import Calibration
 from exittrain.drafters.causal import CausalDrafter
 from exittrain.drafters.formats import is_head_folder
 from exittrain.drafters.layers import copy_layers, share_with_target
-from exittrain.drafters.vocabulary import check_vocabulary
+from exittrain.drafters.vocabulary import shared_size
 from exittrain.errors import InputError
 from exittrain.models.causal import CausalModel
 from exittrain.models.target import TargetModel
@@ -45,11 +45,14 @@ def load_drafter(
         attention=attention or target.module.config._attn_implementation,
         device=target.device,
     )
-    check_vocabulary(model, target)
+    size = shared_size(model, target)
     model.module.requires_grad_(True)
     note = _read_note(Path(source))
     kind = str(note.get("kind", "causal_lm"))
-    drafter = CausalDrafter(model, kind, target.fingerprint(), Calibration.load(source))
+    drafter = CausalDrafter(
+        model, kind, target.fingerprint(), Calibration.load(source), target.vocab_size,
+        None if size is None else torch.arange(size, device=target.device),
+    )  # fmt: skip
     frozen = set(note.get("frozen") or ())
     for name, parameter in model.module.named_parameters():
         parameter.requires_grad_(name not in frozen)

@@ -160,7 +160,7 @@ def key_parts(context: StageContext, name: str) -> dict[str, Any]:
         section = recipe.warmup.model_dump() if recipe.warmup else None
         drafter = recipe.drafter
         files = [file_hash(drafter.model), file_hash(drafter.init)]
-        drafter_part = {"drafter": drafter.model_dump(), "files": files}
+        drafter_part = {"drafter": drafter.own_fields(), "files": files}
         return {**drafter_part, "section": section, "sampling": serving["sampling"], "data": key("data")}
     if name == "collect":
         section = recipe.collect.model_dump() if recipe.collect else None

@@ -20,6 +20,7 @@ from exittrain.records.shards import read_shards
 from exittrain.runtime.ranks import barrier, from_main, is_main, on_all
 from exittrain.stages.collect import collected_generators
 from exittrain.stages.context import StageContext, say
+from exittrain.stages.heads import dials_of
 from exittrain.stages.training.drafter_loss import LossSettings
 from exittrain.stages.training.drafter_task import DrafterTask
 from exittrain.stages.training.held_out import HeldOut, staleness
@@ -90,6 +91,7 @@ class Arm:
         section, train_section = context.arm(name), context.recipe.train
         assert train_section is not None and section.steps is not None and section.lr is not None
         self.drafter: Drafter = load_drafter(warm_drafter(context), target, TRAINED_DTYPE)
+        self.drafter.dials = dials_of(context.recipe.drafter)
         self.loss = loss_settings(context, section, train_section.token_loss)
         # One seed for all arms: they see the same sequences, in the same order, at the same steps.
         seed = seed_for(context.recipe.seed, STAGE) % 2**31

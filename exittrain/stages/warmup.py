@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from exittrain.config.schema import DrafterSection, Recipe
+from exittrain.config.schema import HEADS, DrafterSection, Recipe
 from exittrain.drafters.base import Drafter
 from exittrain.drafters.causal import CausalDrafter
 from exittrain.drafters.layers import copy_layers
@@ -21,6 +21,7 @@ from exittrain.records.files import read_json
 from exittrain.records.shards import read_rows
 from exittrain.runtime.ranks import barrier, from_main, is_main
 from exittrain.stages.context import StageContext, say
+from exittrain.stages.heads import dials_of, make_head
 from exittrain.stages.training.drafter_loss import LossSettings
 from exittrain.stages.training.drafter_task import DrafterTask
 from exittrain.stages.training.engine import deepspeed_config
@@ -47,7 +48,9 @@ def run_warmup(context: StageContext) -> None:
     if not start_stage(context, STAGE, key):
         return
     target, folder = context.target(), context.run.stage(STAGE)
-    drafter = first_drafter(recipe.drafter, target, seed_for(recipe.seed, "drafter"))
+    sequences = training_sequences(context, target)
+    drafter = first_drafter(recipe.drafter, target, sequences, seed_for(recipe.seed, "drafter"))
+    drafter.dials = dials_of(recipe.drafter)
     if drafter.match is not None:
         say(f"{STAGE}: from {recipe.drafter.init or recipe.drafter.model}: {drafter.match}")
     if recipe.warmup is not None:
@@ -64,7 +67,7 @@ def run_warmup(context: StageContext) -> None:
             stop=context.stop,
             description=STAGE,
         )
-        task = DrafterTask(drafter, target, training_sequences(context, target), settings, loss)
+        task = DrafterTask(drafter, target, sequences, settings, loss)
         train(task, settings, folder, engine_config(recipe), hooks)
     if is_main():
         drafter.save(folder / "drafter")
@@ -84,14 +87,19 @@ def start_stage(context: StageContext, stage: str, key: str) -> bool:
     return from_main(begin)
 
 
-def first_drafter(section: DrafterSection, target: TargetModel, seed: int) -> Drafter:
-    """The recipe's drafter before any training: saved, layers of the target, another model, or from nothing."""
+def first_drafter(section: DrafterSection, target: TargetModel, sequences: SequenceSet, seed: int) -> Drafter:
+    """The recipe's drafter before any training: saved, layers of the target, another model, or from nothing.
+
+    sequences: the training data, of which a head's draft vocabulary is made.
+    """
     if section.init is not None:
         return load_drafter(section.init, target, TRAINED_DTYPE)
     if section.layers is not None:
         return copy_layers(target, section.layers, TRAINED_DTYPE)
     if section.model is not None:
         return load_drafter(section.model, target, TRAINED_DTYPE)
+    if section.kind in HEADS:
+        return make_head(section, target, sequences, seed)
     if section.shape is None:
         raise InputError("the recipe's drafter section names no init, layers, model or shape")
     model = make_causal_lm(

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from exittrain.build.base import TreeShape
 from exittrain.build.registry import get_builder
+from exittrain.decoding.loop import decode
 from exittrain.drafters.causal import CausalDrafter
 from exittrain.drafters.layers import copy_layers
 from exittrain.drafters.load import load_drafter
@@ -201,6 +202,27 @@ def test_decoding_state_equals_one_from_nothing(target):
         torch.testing.assert_close(ours.root().exp(), theirs.root().exp(), atol=1e-5, rtol=0)
         wave = (torch.zeros(len(rows), 1, dtype=torch.int64), torch.full((len(rows), 1), 30), valid[: len(rows), :1])
         torch.testing.assert_close(ours.expand(*wave).exp(), theirs.expand(*wave).exp(), atol=1e-5, rtol=0)
+
+
+def test_paddings_of_different_size_are_aligned_and_never_drafted(target, tmp_path):
+    """The tokenizer has 48 tokens; one vocabulary is padded to 56, the other to 64 (cases.md 23)."""
+    padded = make_causal_lm(64, 32, 2, 2, 48, eos_token_ids=[2], tokenizer=tokenizer(), seed=1, name="padded")
+    wide = TargetModel(padded.module.requires_grad_(False), padded.tokenizer, "padded")
+    own = make_causal_lm(56, 16, 1, 2, 32, tokenizer=tokenizer(), name="draft")
+    with torch.no_grad():
+        own.embeddings.weight[48:] = 30.0 * own.embeddings.weight[:48].mean(0)  # would be the likeliest, if it counted
+    drafter = load_drafter(CausalDrafter(own).save(tmp_path / "drafter"), wide)
+    assert drafter.vocab_size == 64 and drafter.draft_ids.tolist() == list(range(48))
+    logprobs = drafter.session([IDS[0]], torch.tensor([0]), torch.tensor([3]), Sampling()).root()
+    assert logprobs.shape == (1, 64) and (logprobs[0, 48:] == -torch.inf).all()
+    torch.testing.assert_close(logprobs.exp().sum(), torch.tensor(1.0))
+    answer = decode(wide, drafter, IDS[0], temperature=0, max_new_tokens=12, eos_token_ids=[])
+    assert answer.token_ids == decode(wide, None, IDS[0], temperature=0, max_new_tokens=12, eos_token_ids=[]).token_ids
+    layers = load_drafter("layers:1", wide)
+    assert len(layers.draft_ids) == 48 and layers.head(torch.zeros(1, 32)).shape == (1, 48)
+    short = make_causal_lm(40, 16, 1, 2, 32, tokenizer=tokenizer(), name="short")
+    with pytest.raises(InputError, match="has 40 columns for the 48 tokens"):
+        load_drafter(CausalDrafter(short).save(tmp_path / "short"), wide)
 
 
 def test_a_target_of_full_layers_drafts_what_it_scores(target):

@@ -19,6 +19,7 @@ from exittrain.records.shards import write_rows
 from exittrain.stages.evaluation import summary, tables
 from exittrain.stages.evaluation.engine import Entrant
 from exittrain.stages.evaluation.intervals import Bootstrap
+from exittrain.stages.evaluation.pool import with_pooled
 from exittrain.stages.evaluation.schema import SCHEMA_VERSION, DrafterInfo, Metrics, Settings
 from exittrain.stages.evaluation.setup import Results, Setup
 from exittrain.stages.evaluation.tasks import Task
@@ -51,6 +52,7 @@ def summarise(
 ) -> Metrics:
     settings, shape = setup.settings, setup.shape
     bootstrap = Bootstrap(settings.bootstrap, seed_for(setup.seed, "eval", "bootstrap"))
+    contexts, oracles = with_pooled(results)
     infos = [
         DrafterInfo(
             name=e.name, role=e.role, objective=e.objective, steps=e.steps, sequences=e.sequences,  # type: ignore[arg-type]
@@ -71,10 +73,10 @@ def summarise(
         drafters=infos,
         contexts=[
             summary.summarise_contexts(
-                cell.task, cell.temperature, found, results.oracles.get(cell), setup.comparisons, bootstrap,
+                cell.task, cell.temperature, found, oracles.get(cell), setup.comparisons, bootstrap,
                 setup.context_rule,
             )
-            for cell, found in results.contexts.items()
+            for cell, found in contexts.items()
         ],
         decode=[
             summary.summarise_decoding(

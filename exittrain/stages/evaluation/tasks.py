@@ -64,7 +64,8 @@ def heldout_task(rows: Sequence[TokenSequence], count: int | None) -> Task:
     """The run's held-out data ; the first `count` prompts are decoded, all give contexts."""
     sequences = []
     for row in rows:
-        anchors = tuple(a for a in range(len(row.loss_mask) - 1) if row.loss_mask[a + 1])
+        # Not the first token: an EAGLE head has nothing to read there, and all drafters are compared at one set.
+        anchors = tuple(a for a in range(1, len(row.loss_mask) - 1) if row.loss_mask[a + 1])
         if anchors:
             ids = torch.tensor(row.token_ids, dtype=torch.int64)
             sequences.append(HeldoutSequence(row.sequence_id, ids, anchors, row.prompt_len))

@@ -66,9 +66,10 @@ class SequenceSet:
         )
 
     def anchor_mask(self, index: int, max_anchor: int) -> Tensor:
-        """1-D bool: positions whose next token is a trained one, none beyond max_anchor."""
+        """1-D bool: positions whose next token is a trained one, none beyond max_anchor, nor the first: an EAGLE head
+        has nothing to read there, and all drafters are compared at the same anchors."""
         mask = self.trained[index].roll(-1)
-        mask[-1] = False
+        mask[0] = mask[-1] = False
         mask[max(max_anchor + 1, 0) :] = False
         return mask
 

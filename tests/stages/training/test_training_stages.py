@@ -354,9 +354,11 @@ def test_coverage_depends_on_no_neighbour(finished: StageContext) -> None:
 
 def test_first_drafters(finished: StageContext) -> None:
     target, section = finished.target(), finished.recipe.drafter
-    layers = first_drafter(section.model_copy(update={"kind": "layers", "layers": [1], "shape": None}), target, 0)
+    data = training_sequences(finished, target)
+    layers = first_drafter(section.model_copy(update={"kind": "layers", "layers": [1], "shape": None}), target, data, 0)
     assert layers.kind == "layers" and layers.model.config.num_hidden_layers == 1
-    fresh = [first_drafter(section, target, seed).fingerprint() for seed in (3, 3, 4)]
+    fresh = [first_drafter(section, target, data, seed).fingerprint() for seed in (3, 3, 4)]
     assert fresh[0] == fresh[1] != fresh[2]
-    saved = first_drafter(section.model_copy(update={"init": str(warm_drafter(finished)), "shape": None}), target, 0)
+    init = section.model_copy(update={"init": str(warm_drafter(finished)), "shape": None})
+    saved = first_drafter(init, target, data, 0)
     assert saved.fingerprint() == finished.drafter(warm_drafter(finished)).fingerprint()
