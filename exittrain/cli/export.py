@@ -25,9 +25,16 @@ def export(
         str | None, typer.Option(help="Of a run: an arm, or warmup; default: the only arm that is no token arm.")
     ] = None,
     target: Annotated[str | None, typer.Option(help="Of a drafter's folder: the model it drafts for.")] = None,
-    to: Annotated[str, typer.Option("--to", help="hf: transformers, vLLM, SGLang.")] = "hf",
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            help="Of a draft LM hf: transformers, vLLM, SGLang. Of a head: speculators (vLLM), sglang (EAGLE heads) or "
+            "dflash (block drafters of the whole vocabulary: SGLang, vLLM, z-lab).",
+        ),
+    ] = "hf",
     output: Annotated[
-        Path | None, typer.Option(help="Default: RUN/export/ARM-hf, or the drafter's name and -hf here.")
+        Path | None, typer.Option(help="Default: RUN/export/ARM-TO, or the drafter's name and -TO here.")
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16, float16: rounds the weights; default: as stored.")
@@ -35,14 +42,15 @@ def export(
 ) -> None:
     """Write a drafter as servers load it; prints the folder.
 
-    Every tensor is compared bit for bit, the folder is loaded by transformers alone and its logits compared on real
-    text, its vocabulary with the target's. When something differs nothing is written and the exit code is 2.
+    Every tensor is compared bit for bit, the folder is loaded by transformers alone (a head: by a reader that knows
+    config.json only) and its logits compared on real text, its vocabulary with the target's. When something differs
+    nothing is written and the exit code is 2.
     """
-    from exittrain.stages.export.hf import check_format, export_hf
+    from exittrain.stages.export.run import check_form, export_drafter
 
-    check_format(to)
+    check_form(to)
     source, place = _of_drafter(subject, arm, target) if is_drafter(subject) else _of_run(subject, arm, target)
-    done = export_hf(source, output or place, dtype)
+    done = export_drafter(source, output or Path(f"{place}-{to}"), to, dtype)
     typer.echo(str(done), err=True)
     typer.echo(done.folder)
 
@@ -56,7 +64,7 @@ def _of_run(subject: str, arm: str | None, target: str | None) -> tuple[ExportSo
         raise InputError("--target is for a drafter's folder: a run knows its target")
     context = make_context(load_recipe(subject), subject)
     source = of_run(context, arm)
-    return source, context.run.path / "export" / f"{source.name}-hf"
+    return source, context.run.path / "export" / source.name
 
 
 def _of_drafter(folder: str, arm: str | None, target: str | None) -> tuple[ExportSource, Path]:
@@ -67,4 +75,4 @@ def _of_drafter(folder: str, arm: str | None, target: str | None) -> tuple[Expor
     if target is None:
         raise InputError("a drafter's folder needs the target it drafts for: --target MODEL")
     source = of_folder(folder, target)
-    return source, Path(f"{source.name}-hf")
+    return source, Path(source.name)

@@ -19,7 +19,9 @@ from exittrain.errors import InputError
 from exittrain.models.target import TargetModel
 from exittrain.records.files import sha256
 from exittrain.stages.export import hf
-from exittrain.stages.export.hf import NOTE, check_format, export_hf
+from exittrain.stages.export.hf import export_hf
+from exittrain.stages.export.output import NOTE
+from exittrain.stages.export.run import FORMS, check_form, export_drafter
 from exittrain.stages.export.source import ExportSource, of_folder
 
 LLAMA3 = {
@@ -330,8 +332,16 @@ def test_what_cannot_be_exported_is_refused(source: ExportSource, tmp_path: Path
         export_hf(source, tmp_path / "out", changes.get("dtype"))
 
 
-@pytest.mark.parametrize("name", ["speculators", "sglang", "dflash", "gguf"])
-def test_other_formats_are_not_yet_there(name: str) -> None:
-    with pytest.raises(InputError, match="--to hf") as caught:
-        check_format(name)
-    assert "\n" not in str(caught.value)
+@pytest.mark.parametrize("form", ["speculators", "sglang", "dflash"])
+def test_a_draft_lm_has_one_form(source: ExportSource, tmp_path: Path, form: str) -> None:
+    with pytest.raises(InputError, match=f"--to {form} is for EAGLE heads .* exported with --to hf") as caught:
+        export_drafter(source, tmp_path / "out", form)
+    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+    assert export_drafter(source, tmp_path / "out", "hf").folder.is_dir()
+
+
+def test_forms_are_known_by_name() -> None:
+    for form in FORMS:
+        check_form(form)
+    with pytest.raises(InputError, match=r"no format 'sglan', did you mean 'sglang'\?: --to takes hf, speculators"):
+        check_form("sglan")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +54,13 @@ def stored_tensors(
         stored["t2d"][ids] = True
     else:
         stored.pop("d2t", None)
-    if form == "sglang":
-        return {_midlayer(name): tensor for name, tensor in stored.items()}
-    return stored
+    names = stored_names(form, stored)
+    return {names[name]: tensor for name, tensor in stored.items()}
+
+
+def stored_names(form: str, names: Iterable[str]) -> dict[str, str]:
+    """What a weight file of that form calls each tensor; SGLang's first layer has a name of its own."""
+    return {name: _midlayer(name) if form == "sglang" else name for name in names}
 
 
 def speculators_config(
@@ -118,12 +122,11 @@ def sglang_config(config: HeadConfig, dtype: torch.dtype, special_ids: Mapping[s
 
 
 def dflash_config(config: HeadConfig, dtype: torch.dtype, num_target_layers: int) -> dict[str, Any]:
-    """config.json of a z-lab DFlash drafter."""
+    """config.json of a z-lab DFlash drafter. No auto_map: servers bring the class, and its code is no part of this."""
     return {
         **_layer_fields(config),
         **_dtype_fields(dtype),
         "architectures": [DFLASH_NAME],
-        "auto_map": {"AutoModel": f"dflash.{DFLASH_NAME}"},
         "block_size": config.block_size,
         "dflash_config": {
             "mask_token_id": config.mask_token_id,

@@ -36,6 +36,13 @@ class Checked:
     padding_ids: int
     padding_mass: float
 
+    def __str__(self) -> str:
+        padding = f"; {self.padding_ids} ids beyond the tokenizer, never the likeliest" if self.padding_ids else ""
+        return (
+            f"read back by transformers, float32 logits within {self.logit_error:.1g} on {self.num_tokens} "
+            f"tokens{padding}"
+        )
+
 
 def check_folder(
     folder: Path, source: Weights, reference: CausalModel, target: Vocabulary, windows: Sequence[Tensor],

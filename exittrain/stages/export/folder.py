@@ -19,6 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from exittrain.drafters.formats.write import rope_fields
 from exittrain.errors import InputError
 from exittrain.models.loading import check_weights
 
@@ -105,11 +106,7 @@ def serving_config(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]
     name = str(dtype).removeprefix("torch.")
     out = {**config, "dtype": name, "torch_dtype": name}
     rope = config.get("rope_parameters")
-    if isinstance(rope, dict) and "rope_theta" in rope:
-        out["rope_theta"] = rope["rope_theta"]
-        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-        out["rope_scaling"] = None if rope.get("rope_type", "default") == "default" else scaling
-    return out
+    return out | (rope_fields(rope) if isinstance(rope, dict) and "rope_theta" in rope else {})
 
 
 def write_folder(source: Weights, folder: Path, dtype: torch.dtype, tokenizer: Any) -> None:

@@ -25,7 +25,8 @@ PROMPTS = 64  # of `everyday`, where there is no run to take tokens from
 @dataclass(frozen=True)
 class ExportSource:
     """folder: the drafter as trained; name: for output folders; target: what it drafts for, and target_source what the
-    user calls that; token_ids [T] int64: real text or answers; run, arm: None for a folder without a run."""
+    user calls that; token_ids [T] int64: real text or answers; run, arm: None for a folder without a run;
+    target_dtype: the dtype, by name, in which the target gives features to compare heads on."""
 
     folder: Path
     name: str
@@ -34,6 +35,7 @@ class ExportSource:
     token_ids: Tensor
     run: Path | None = None
     arm: str | None = None
+    target_dtype: str = "float32"
 
     def windows(self, longest: int) -> list[Tensor]:
         """Up to WINDOWS sequences of at most WINDOW (and `longest`) tokens."""
@@ -59,7 +61,7 @@ def of_run(context: StageContext, arm: str | None) -> ExportSource:
     rows = rows or read_sequences(context.run.path / "data" / "train.parquet")
     ids = torch.tensor([token for row in rows for token in row.token_ids], dtype=torch.int64)
     folder = context.run.path / stage / place
-    return ExportSource(folder, arm, load_vocabulary(target), target, ids, context.run.path, arm)
+    return ExportSource(folder, arm, load_vocabulary(target), target, ids, context.run.path, arm, section.dtype)
 
 
 def of_folder(folder: str | Path, target: str) -> ExportSource:
@@ -79,21 +81,18 @@ def of_folder(folder: str | Path, target: str) -> ExportSource:
 
 
 def drafter_note(folder: Path) -> dict[str, Any]:
-    """exittrain.json of a drafter's folder; empty for a plain model.
+    """exittrain.json of a drafter's folder; empty for a plain model or a head from elsewhere.
 
     Raises:
-        InputError: it cannot be read, or the drafter is of a kind that is no causal LM of its own.
+        InputError: it cannot be read.
     """
     try:
         note = json.loads((folder / DRAFTER_FILE).read_text(encoding="utf-8"))
-        kind = note["kind"]
+        return {**note, "kind": str(note["kind"])}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError):
         raise InputError(f"{folder / DRAFTER_FILE} cannot be read: save the drafter again") from None
-    if kind not in ("layers", "causal_lm"):
-        raise InputError(f"{folder} is a drafter of kind {kind!r}: --to hf is for causal LMs (layers, causal_lm)")
-    return dict(note)
 
 
 def _chosen(context: StageContext, arm: str | None) -> str:
