@@ -104,7 +104,7 @@ class EagleDrafter(Drafter):
     def start(self, prompts: Sequence[Tensor], features: Tensor | None) -> EagleState:
         """As `Drafter.start`."""
         if features is None:
-            raise ValueError("an EAGLE head reads the target's features along the prompts")
+            raise InputError(f"a prompt of one token: {unroll.TOO_SHORT}")  # before its last token there is nothing
         return EagleState(self, prompts, features)
 
     def lay_out(self, inputs: TrainingInputs) -> Layout:

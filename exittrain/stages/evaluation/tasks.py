@@ -69,7 +69,8 @@ def heldout_task(rows: Sequence[TokenSequence], count: int | None) -> Task:
         if anchors:
             ids = torch.tensor(row.token_ids, dtype=torch.int64)
             sequences.append(HeldoutSequence(row.sequence_id, ids, anchors, row.prompt_len))
-    prompts = tuple(EvalPrompt(s.id, tuple(s.token_ids[: s.prompt_len].tolist())) for s in sequences)
+    # A window of plain text has a prompt of one token; two are what every kind of drafter can start from.
+    prompts = tuple(EvalPrompt(s.id, tuple(s.token_ids[: max(s.prompt_len, 2)].tolist())) for s in sequences)
     return Task(HELDOUT, prompts[:count], "held-out data of the run", tuple(sequences))
 
 

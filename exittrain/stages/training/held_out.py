@@ -126,7 +126,8 @@ def _node_states(
     layers = drafter.feature_layers
     features = target.states(layers).batch(sequences)[1] if layers else None
     nothing = [torch.zeros(len(tokens), dtype=torch.bool) for tokens in sequences]
-    given = TrainingInputs(sequences, nothing, features, edges.inner, tree_sequence, anchors, edges.places)
+    unused = [torch.Generator() for _ in sequences]  # nothing is trained, so no place is drawn
+    given = TrainingInputs(sequences, nothing, features, edges.inner, tree_sequence, anchors, edges.places, unused)
     layout = drafter.lay_out(given)
     return drafter.states(layout)[1][layout.node_rows]
 
