@@ -115,7 +115,7 @@ def test_greedy_decoding_is_plain_greedy_decoding(target, prompts, builder, prun
 
 @pytest.mark.parametrize(("builder", "verifier"), [("best_first", "tev"), ("sampled_wor", "traversal")])
 def test_sampling_keeps_the_targets_law(target, builder, verifier):
-    """The first two tokens after a prompt, over many runs at fixed seeds, against the target's joint law: chi-square."""
+    """The first two tokens after a prompt, over runs of fixed seeds, against the target's joint law: chi-square"""
     drafter, prompt, runs = tiny_head(target, [0, 1, 3, 4, 5, 7]), [3, 4, 1], 1200
     first = target.head(target.hidden(torch.tensor([prompt])))[0, -1].softmax(-1)
     nexts = target.hidden(torch.tensor([[*prompt, token] for token in range(SMALL)]))

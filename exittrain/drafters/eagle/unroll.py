@@ -33,13 +33,19 @@ TOO_SHORT = "an EAGLE head needs at least two tokens to draft from"
 
 @dataclass(frozen=True, eq=False)
 class Level:
-    """The nodes of one depth: input_ids, position_ids [S, W]; above [S, W]: the column of each one's parent; visible
-    [S, W, K+W] bool."""
+    """The nodes of one depth d: input_ids [S, W]; paths [S, W, d + 1]: the column of each one's own state, of its
+    parent's, and so on up to its root's, which is a base column. A place without a node holds 0."""
 
     input_ids: Tensor
-    position_ids: Tensor
-    above: Tensor
-    visible: Tensor
+    paths: Tensor
+
+    def run(self, network: EagleNetwork, known: Tensor, cache: Any) -> Tensor:
+        """States [S, W, H], behind the K columns whose states are known [S, K, H]."""
+        roots, width = self.paths[..., -1], known.shape[1] + self.paths.shape[1]
+        visible = torch.arange(width, device=known.device) <= roots[..., None]
+        mask = additive_mask(visible.scatter_(2, self.paths, True), network.dtype)
+        above = known.gather(1, self.paths[..., 1, None].expand(-1, -1, known.shape[-1]))
+        return network.hidden(self.input_ids, roots + self.paths.shape[-1] - 1, mask, cache, above)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,10 +96,7 @@ def _grown(network: EagleNetwork, base: Tensor, cache: Any, branches: Branches) 
     """States [N, H] that are read of these branches; base [S, C, H] and its cache stay as they are."""
     known, own = base, DynamicCache([(layer.keys, layer.values) for layer in cache.layers])
     for level in branches.levels:
-        above = known.gather(1, level.above[..., None].expand(-1, -1, known.shape[-1]))
-        mask = additive_mask(level.visible, network.dtype)
-        new = network.hidden(level.input_ids, level.position_ids, mask, own, above)
-        known = torch.cat([known, new], dim=1)
+        known = torch.cat([known, level.run(network, known, own)], dim=1)
     return known[branches.rows, branches.columns]
 
 
@@ -150,21 +153,11 @@ def _levels(trees: TreeBatch, rows: Tensor, base: Tensor, shape: tuple[int, int]
     for depth in range(1, trees.max_depth + 1 if len(trees) else 1):
         tree, node = (trees.valid & (trees.depths == depth)).nonzero(as_tuple=True)
         grid = Grid(rows[tree], shape[0])
-        above = columns[tree, parents[tree, node]]
         columns[tree, node] = width + grid.place
         width += grid.width
-        visible = grid.scatter(_seen(columns, parents, tree, node, depth, base, width))
-        visible[..., -grid.width :] |= torch.eye(grid.width, dtype=torch.bool, device=visible.device)  # padding: itself
-        tokens, positions = grid.scatter(trees.token_ids[tree, node]), grid.scatter(base[tree] + depth)
-        levels.append(Level(tokens, positions, grid.scatter(above), visible))
+        path, above = [columns[tree, node]], node
+        for _ in range(depth):
+            above = parents[tree, above]
+            path.append(columns[tree, above])
+        levels.append(Level(grid.scatter(trees.token_ids[tree, node]), grid.scatter(torch.stack(path, 1))))
     return tuple(levels), columns
-
-
-def _seen(columns: Tensor, parents: Tensor, tree: Tensor, node: Tensor, depth: int, base: Tensor, width: int) -> Tensor:
-    """[N, width] bool: the columns that nodes `node` [N] of trees `tree` [N], all of one depth, may look at."""
-    seen = torch.arange(width, device=columns.device) <= base[tree][:, None]
-    index = torch.arange(len(tree), device=columns.device)
-    for _ in range(depth):
-        seen[index, columns[tree, node]] = True
-        node = parents[tree, node]
-    return seen
