@@ -1,0 +1,203 @@
+"""The loss of heads, through the task that trains them, against plain sums over rows: shared target rows, many nodes to
+one state, a pruned vocabulary, every objective."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from exittrain.build.base import TreeShape
+from exittrain.drafters.base import Dials, Drafter
+from exittrain.drafters.block.fresh import make_block
+from exittrain.drafters.eagle.fresh import make_eagle
+from exittrain.drafters.head_config import config_like
+from exittrain.drafters.scratch import make_causal_lm
+from exittrain.law.exit_law import batch_exit_law, edge_logprobs
+from exittrain.law.losses import ROW_LOSSES, draft_logprobs, target_logprobs
+from exittrain.law.objectives import OBJECTIVES, node_terms
+from exittrain.law.sampling import Sampling, process_logits
+from exittrain.models.target import TargetModel
+from exittrain.stages.training import losses as losses_module
+from exittrain.stages.training import scoring
+from exittrain.stages.training.drafter_loss import LossSettings
+from exittrain.stages.training.drafter_task import DrafterTask
+from exittrain.stages.training.engine import deepspeed_config
+from exittrain.stages.training.loop import Trainer
+from exittrain.stages.training.sequences import SequenceSet
+from exittrain.stages.training.settings import LoopSettings
+
+VOCAB = 40
+DRAFTED = torch.tensor([0, 1, 3, 4, 5, 8, 9, 11, 12, 15, 17, 18, 20, 21, 25, 26, 27, 30, 31, 33, 36, 37, 38, 39])
+SHAPE = TreeShape(budget=7, depth=3, width=3)
+KINDS = ["eagle3", "block"]
+TREES = [name for name, objective in OBJECTIVES.items() if objective.on != "nothing"]
+
+
+@pytest.fixture(scope="module")
+def target() -> TargetModel:
+    made = make_causal_lm(VOCAB, 16, 4, 2, 32, tie_embeddings=False, max_positions=64, seed=1)
+    with torch.no_grad():
+        for parameter in made.module.parameters():
+            parameter.mul_(6 if parameter.dim() > 1 else 1)
+    return TargetModel(made.module.requires_grad_(False), name="target", verify=False)
+
+
+def make_head(kind: str, target: TargetModel, ids: Tensor | None = DRAFTED) -> Drafter:
+    size = VOCAB if ids is None else len(ids)
+    changes = {"block_size": 4, "mask_token_id": 2, "style": "qwen3"} if kind == "block" else {}
+    config = config_like(target.config, kind, (1, 2, 3), size, **changes)
+    drafter = (make_block if kind == "block" else make_eagle)(target, config, ids, 3)
+    drafter.dials = Dials(unroll_steps=3, unroll_decay=0.7, block_anchors=3, block_decay=2.0)
+    with torch.no_grad():  # laws that differ from row to row
+        drafter.module.norm.weight.mul_(8)
+    return drafter
+
+
+def make_sequences() -> SequenceSet:
+    generator = torch.Generator().manual_seed(0)
+    rows = [
+        {
+            "sequence_id": f"s{i}",
+            "token_ids": torch.randint(VOCAB, (length,), generator=generator).tolist(),
+            "loss_mask": [0] * 2 + [1] * (length - 2),
+        }
+        for i, length in enumerate((9, 14, 11))
+    ]
+    return SequenceSet.from_rows(rows)
+
+
+def make_task(drafter: Drafter, target: TargetModel, micro: int = 3, **loss) -> DrafterTask:
+    settings = LoopSettings(steps=6, batch_size=3, micro_batch_size=micro, lr=1e-2)
+    changes = {"shape": SHAPE, "anchors_per_sequence": 3, "samplings": (Sampling(0.8),), **loss}
+    return DrafterTask(drafter, target, make_sequences(), settings, LossSettings(**changes))
+
+
+def plain_sums(task: DrafterTask, drafter: Drafter, target: TargetModel) -> tuple[Tensor, Tensor]:
+    """(token sum, node sum) of step 0, every row and node by itself; the layout is the drafter's own."""
+    loss, sampling = task._loss, task._loss.samplings[0]
+    plan = task._plan(0)
+    trees = task._trees_of(0) if loss.uses_trees else None
+    (batch,) = make_task(drafter, target, objective=loss.objective, normaliser=loss.normaliser).prepare(0)
+    token_states, node_states = drafter.states(batch.layout)
+    columns = torch.arange(VOCAB) if drafter.draft_ids is None else drafter.draft_ids
+    along = [target.head(target.hidden(task._sequences.tokens[i][None]))[0] for i in plan.indices]
+    token_sum = torch.zeros(())
+    for state, (row, column), weight in zip(token_states, batch.layout.target_rows, batch.layout.weights, strict=True):
+        wanted = target_logprobs(along[row][column][None], sampling)[:, columns]
+        token_sum = token_sum + weight * ROW_LOSSES["kl"](wanted, draft_logprobs(drafter.head(state)[None], sampling))[0]
+    node_sum = torch.zeros(())
+    if trees is None:
+        return token_sum, node_sum
+    logits = torch.zeros(*trees.token_ids.shape, VOCAB)
+    for r, tree in enumerate(trees.trees()):
+        tokens = task._sequences.tokens[plan.indices[plan.tree_sequence[r]]][: plan.anchors[r] + 1]
+        for node in range(tree.num_nodes + 1):
+            path = torch.cat([tokens, tree.token_ids[tree.path(node)]])
+            logits[r, node] = target.head(target.hidden(path[None]))[0, -1]
+    law = batch_exit_law(trees, edge_logprobs(trees, process_logits(logits, sampling)))
+    terms = node_terms(loss.objective, trees, law, loss.normaliser, loss.depth_limit)
+    place = {}  # (tree, node) -> node state, in the order of the wanted nodes
+    wanted_nodes = (terms.row_weights > 0) | trees.has_children() if terms.row_loss else trees.has_children()
+    if terms.row_loss:
+        wanted_nodes = trees.valid & (trees.depths < loss.depth_limit)
+    for p, (r, node) in enumerate(wanted_nodes.nonzero().tolist()):
+        place[r, node] = node_states[batch.layout.node_rows[p]]
+    for (r, node), state in place.items():
+        log_q = draft_logprobs(drafter.head(state)[None], sampling)
+        if terms.row_loss:
+            wanted = target_logprobs(logits[r, node][None], sampling)[:, columns]
+            node_sum = node_sum + terms.row_weights[r, node] * ROW_LOSSES[terms.row_loss](wanted, log_q)[0]
+        else:
+            for child in ((trees.parents[r] == node) & trees.valid[r] & (trees.depths[r] > 0)).nonzero().flatten():
+                column = int((columns == trees.token_ids[r, child]).nonzero())
+                node_sum = node_sum - terms.edge_weights[r, child] * log_q[0, column]
+    return token_sum, node_sum
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("objective", ["token", *TREES])
+@pytest.mark.parametrize("chunks", [False, True])
+def test_the_loss_is_the_plain_sum(
+    target: TargetModel, kind: str, objective: str, chunks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Value and gradient; `chunks`: two rows at a time, logits computed again in the backward pass."""
+    if chunks:
+        monkeypatch.setitem(scoring.CHUNK_BYTES, "cpu", 2 * 4 * VOCAB)
+        monkeypatch.setattr(scoring, "KEEP_BYTES", 0)
+        monkeypatch.setattr(losses_module, "KEEP_BYTES", 0)
+    drafter = make_head(kind, target)
+    task = make_task(drafter, target, objective=objective)
+    (batch,) = task.prepare(0)
+    loss, sums = task.module(batch, {"token": 0.7, "node": 1.3})
+    loss.backward()
+    found = {name: p.grad.clone() for name, p in drafter.module.named_parameters() if p.grad is not None}
+    drafter.module.zero_grad()
+    token_sum, node_sum = plain_sums(make_task(drafter, target, objective=objective), drafter, target)
+    (0.7 * token_sum + 1.3 * node_sum).backward()
+    assert float(sums["token_loss"]) == pytest.approx(float(token_sum.detach()), rel=1e-4)
+    assert objective == "token" or float(sums["node_loss"]) == pytest.approx(float(node_sum.detach()), rel=1e-3, abs=1e-5)
+    assert found
+    for name, parameter in drafter.module.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(found[name], parameter.grad, rtol=2e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_splitting_a_batch_changes_nothing(target: TargetModel, kind: str) -> None:
+    """The places a sequence is trained at are its own, whatever lies beside it."""
+    losses = []
+    for micro in (3, 1):
+        task = make_task(make_head(kind, target), target, micro, objective="reach_kl")
+        batches = task.prepare(0)
+        totals = {name: sum(batch.counts[name] for batch in batches) for name in batches[0].counts}
+        scales = task.scales(0, totals)
+        losses.append(sum(float(task.module(batch, scales)[0].detach()) for batch in batches))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("pruned", [True, False])
+def test_an_untrained_head_knows_nothing(target: TargetModel, kind: str, pruned: bool) -> None:
+    """Cross-entropy of the text at step 0 is ln D within 1 (cases.md 72), and falls."""
+    ids = DRAFTED if pruned else None
+    config_size = len(DRAFTED) if pruned else VOCAB
+    changes = {"block_size": 4, "mask_token_id": 2, "style": "qwen3"} if kind == "block" else {}
+    config = config_like(target.config, kind, (1, 2, 3), config_size, **changes)
+    drafter = (make_block if kind == "block" else make_eagle)(target, config, ids, 0)
+    task = make_task(drafter, target, token_loss="ce", samplings=(Sampling(),))
+    (batch,) = task.prepare(0)
+    head = losses_module.RowHead(drafter.head, drafter.vocab_size, drafter.draft_ids)
+    known = batch.layout.weights * (head.columns(batch.layout.labels) >= 0)
+    sums = task.module(batch, {"token": 1.0, "node": 0.0})[1]
+    assert abs(float(sums["token_loss"]) / float(known.sum()) - math.log(config_size)) < 1
+    trainer = Trainer(task, LoopSettings(steps=30, batch_size=3, lr=1e-2), deepspeed_config("zero0"))
+    values = [trainer.step(step)[0]["token_loss"] for step in range(6)]
+    trainer.engine.close()
+    assert values[-1] < values[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("objective", ["token", "reach_kl", "exit", "accept_tv", "accept_lk"])
+@pytest.mark.parametrize("half", [False, True])
+def test_extreme_laws_stay_finite(target: TargetModel, kind: str, objective: str, half: bool) -> None:
+    """Logits of several hundred on both sides, tokens nobody may draft, probabilities that underflow."""
+    sharp = make_causal_lm(VOCAB, 16, 4, 2, 32, tie_embeddings=False, max_positions=64, seed=1)
+    sharp.module.load_state_dict(target.module.state_dict())
+    with torch.no_grad():
+        sharp.module.lm_head.weight.mul_(200)
+    extreme = TargetModel(sharp.module.requires_grad_(False), name="sharp", verify=False)
+    drafter = make_head(kind, extreme)
+    with torch.no_grad():
+        drafter.module.lm_head.weight.mul_(20)
+        if half:
+            drafter.module.to(torch.bfloat16)
+    task = make_task(drafter, extreme, objective=objective)
+    (batch,) = task.prepare(0)
+    loss, _ = task.module(batch, {"token": 1.0, "node": 1.0})
+    loss.backward()
+    assert float(drafter.head(drafter.states(batch.layout)[0]).abs().max().detach()) > 100
+    assert loss.isfinite()
+    assert all(p.grad.isfinite().all() for p in drafter.module.parameters() if p.grad is not None)
