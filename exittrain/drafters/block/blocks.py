@@ -24,12 +24,12 @@ def block_states(
     anchors[r] columns, which are its tokens before the anchor, and all of itself. embeddings [V, H]: the target's, as
     they are (no scale, as DFlash's servers look them up).
     """
-    config, grid = network.config, Grid(rows, len(context[0][0]))
-    size, width = int(config.block_size or 0), context[0][0].shape[2]
+    grid, size = Grid(rows, len(context[0][0])), network.block_size
+    width, limit = context[0][0].shape[2], network.config.max_positions - 1
     places = torch.arange(size, device=rows.device)
-    tokens = torch.where(places == 0, roots[:, None], int(config.mask_token_id or 0))
+    tokens = torch.where(places == 0, roots[:, None], network.mask_token_id)
     # Blocks may reach past the last position: what is drafted there is cut off by whoever uses it.
-    positions = (anchors[:, None] + places).clamp(max=config.max_positions - 1)
+    positions = (anchors[:, None] + places).clamp(max=limit)
     before = torch.arange(width, device=rows.device) < anchors[:, None]
 
     seen = grid.scatter(before)[:, :, None].expand(-1, -1, size, -1).flatten(1, 2)

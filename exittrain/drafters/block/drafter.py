@@ -18,19 +18,21 @@ from exittrain.drafters.block.layout import Blocks, lay_out_blocks
 from exittrain.drafters.block.network import BlockNetwork, KeysValues
 from exittrain.drafters.block.session import BlockSession, BlockState
 from exittrain.drafters.calibration import Calibration
+from exittrain.drafters.formats import write_head
 from exittrain.drafters.heads import HeadIdentity
+from exittrain.drafters.vocabulary import check_draft_ids
 from exittrain.errors import InputError
 from exittrain.law.sampling import Sampling
 from exittrain.models.folders import atomic_folder
-from exittrain.models.loading import Match
+from exittrain.models.loading import Match, quiet_transformers
 from exittrain.models.target import TargetModel
 
 
 class BlockDrafter(Drafter):
     """A block network beside the target whose features, embeddings and (full vocabulary) output head it uses.
 
-    draft_ids: [D] ascending, for a network with a head of its own; None where it drafts all V tokens.
-    Raises InputError where network and target, or network and draft_ids, do not fit.
+    draft_ids: [D] ascending, for a network with a head of its own; None: it drafts all V tokens. name: for messages and
+    tables. Raises InputError where the network was made for another vocabulary or hidden size.
     """
 
     def __init__(
@@ -38,21 +40,26 @@ class BlockDrafter(Drafter):
         network: BlockNetwork,
         target: TargetModel,
         draft_ids: Tensor | None = None,
-        name: str = "block drafter",
+        name: str | None = None,
         calibration: Calibration | None = None,
         match: Match | None = None,
     ) -> None:
         config = network.config
-        _check(network, target, draft_ids, name)
-        self.kind, self.name, self.tokenizer = "block", name, target.tokenizer
-        self.network, self.module, self.target = network, network, target
-        self.vocab_size, self.feature_layers = target.vocab_size, config.feature_layers
+        self.kind, self.name, self.tokenizer = "block", name or f"{target.name}-block", target.tokenizer
+        for what, ours, theirs in (
+            ("vocabulary", config.vocab_size, target.vocab_size),
+            ("hidden states", config.target_hidden_size, target.hidden_size),
+        ):
+            if ours != theirs:
+                raise InputError(f"{self.name} is made for {what} of size {ours}; {target.name} has {theirs}")
+        check_draft_ids(draft_ids, config.draft_vocab_size, config.vocab_size, self.name)
+        self.network = self.module = network.to(target.device)
+        self.target, self.vocab_size = target, target.vocab_size
+        self.draft_ids = draft_ids.to(target.device) if draft_ids is not None and network.pruned else None
+        self.feature_layers, self.max_depth = config.feature_layers, network.block_size - 1
         self.max_positions = min(config.max_positions, target.max_positions)
-        self.block_size = int(config.block_size or 0)
-        self.max_depth = self.block_size - 1
-        self.draft_ids = None if draft_ids is None else draft_ids.to(self.device)
         self.target_fingerprint, self.calibration, self.match = target.fingerprint(), calibration, match
-        self._identity = HeadIdentity(config, network, draft_ids)
+        self._identity = HeadIdentity(config, network, self.draft_ids)
 
     def fingerprint(self) -> str:
         """sha256 (hex) of config and own weights as they are now."""
@@ -70,11 +77,13 @@ class BlockDrafter(Drafter):
         self, sequences: Sequence[Tensor], tree_sequence: Tensor, anchors: Tensor, sampling: Sampling
     ) -> BlockSession:
         """As `Drafter.session`: one forward of R blocks."""
-        _, features = self.target.states(self.feature_layers).batch(sequences)
+        features = self.target.states(self.feature_layers).batch(sequences)[1]
+        context = self._context(features[:, : max(1, int(anchors.max()))])  # scaled rotations ask for some position
         pairs = zip(tree_sequence.tolist(), anchors.tolist(), strict=True)
-        roots = torch.stack([sequences[s][a] for s, a in pairs]).to(self.device)
-        context = self._context(features.to(self.device))
-        return self.look_ahead(context, tree_sequence.to(self.device), anchors.to(self.device), roots, sampling)
+        roots = torch.stack([sequences[s][a] for s, a in pairs])
+        return self.look_ahead(
+            context, tree_sequence.to(self.device), anchors.to(self.device), roots.to(self.device), sampling
+        )
 
     @torch.no_grad()
     def look_ahead(
@@ -90,7 +99,7 @@ class BlockDrafter(Drafter):
 
     def lay_out(self, inputs: TrainingInputs) -> Layout:
         """As `Drafter.lay_out`: blocks at drawn anchors for token rows, at the trees' anchors for node rows."""
-        return lay_out_blocks(inputs, self.dials, self.block_size, self.device)
+        return lay_out_blocks(inputs, self.dials, self.network.block_size, self.device)
 
     def states(self, layout: Layout) -> tuple[Tensor, Tensor]:
         """As `Drafter.states`: one forward over all blocks."""
@@ -106,10 +115,9 @@ class BlockDrafter(Drafter):
         as it was.
         """
         from exittrain.drafters.adapter import merged_state
-        from exittrain.drafters.formats import write_head
 
         tensors = self.module.state_dict() if self.frozen is None else merged_state(self.module)
-        with atomic_folder(Path(folder)) as temporary:
+        with atomic_folder(Path(folder)) as temporary, quiet_transformers():
             write_head(temporary, self.network.config, tensors, self.draft_ids, self.target.name)
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(temporary)
@@ -124,17 +132,3 @@ class BlockDrafter(Drafter):
     def _block_states(self, context: Sequence[KeysValues], rows: Tensor, anchors: Tensor, roots: Tensor) -> Tensor:
         embeddings = self.target.embeddings.weight.detach()
         return block_states(self.network, embeddings, context, rows, anchors, roots)
-
-
-def _check(network: BlockNetwork, target: TargetModel, draft_ids: Tensor | None, name: str) -> None:
-    config = network.config
-    if (config.vocab_size, config.target_hidden_size) != (target.vocab_size, target.hidden_size):
-        raise InputError(
-            f"{name} was made for a target of {config.vocab_size} tokens and hidden size {config.target_hidden_size}; "
-            f"{target.name} has {target.vocab_size} and {target.hidden_size}: name the target it was trained with"
-        )
-    num_ids = config.vocab_size if draft_ids is None else len(draft_ids)
-    if num_ids != config.draft_vocab_size or hasattr(network, "lm_head") != (draft_ids is not None):
-        raise InputError(f"{name} can draft {config.draft_vocab_size} tokens, but {num_ids} ids are given for them")
-    if not 0 <= int(config.mask_token_id or 0) < target.vocab_size:
-        raise InputError(f"{name} masks with token {config.mask_token_id}, which {target.name} has no embedding of")

@@ -51,12 +51,14 @@ class BlockNetwork(nn.Module):
         super().__init__()
         self.config = config
         hidden = config.hidden_size
-        self.fc = nn.Linear(config.feature_size, hidden, bias=config.fc_bias)
+        self.fc = nn.Linear(config.feature_size, hidden, bias=False)
         self.hidden_norm = make_norm(hidden, config)
         self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_layers))
         self.norm = make_norm(hidden, config)
         self.rotary = Rotary(config)
-        if config.draft_vocab_size < config.vocab_size:
+        self.block_size, self.mask_token_id = int(config.block_size or 0), int(config.mask_token_id or 0)
+        self.pruned = config.draft_vocab_size < config.vocab_size
+        if self.pruned:
             self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
 
     @property

@@ -20,12 +20,15 @@ from exittrain.law.sampling import Sampling, process_logits
 if TYPE_CHECKING:
     from exittrain.drafters.block.drafter import BlockDrafter
 
+LOGIT_BYTES = 64 << 20  # of float32 logits computed at once, or those of one place
+
 
 class BlockSession:
     """Implements DraftSession: after a node of depth d comes the marginal of place d + 1, whatever its tokens.
 
-    states [R, P, H]: of places 1..P; logits: states [..., H] to raw logits [..., V]. A marginal is computed when it is
-    first asked for. Raises InputError where a tree grows deeper than P.
+    states [R, P, H]: of places 1..P; logits: states [..., H] to raw logits [..., V]. Marginals are computed when they
+    are first asked for, several places at once: reading the output head costs more than a few rows of it. Raises
+    InputError where a tree grows deeper than P.
     """
 
     def __init__(
@@ -34,7 +37,7 @@ class BlockSession:
         self.root_tokens = root_tokens
         self._states, self._logits, self._sampling = states, logits, sampling
         self._depths = torch.zeros_like(root_tokens)[:, None]  # [R, slots]
-        self._marginals: dict[int, Tensor] = {}
+        self._marginals: list[Tensor] = []  # [R, V] each, of the first places
 
     def root(self) -> Tensor:
         """[R, V] processed log-probabilities of the token after each context."""
@@ -57,14 +60,17 @@ class BlockSession:
 
     @torch.no_grad()
     def _after(self, depth: int) -> Tensor:
-        if depth not in self._marginals:
-            num_places = self._states.shape[1]
-            if depth >= num_places:
-                raise InputError(
-                    f"tree depth {depth + 1} is beyond the block drafter's {num_places} places: "
-                    f"set the tree depth to at most {num_places}"
-                )
-            self._marginals[depth] = process_logits(self._logits(self._states[:, depth]), self._sampling)
+        num_places = self._states.shape[1]
+        if depth >= num_places:
+            raise InputError(
+                f"tree depth {depth + 1} is beyond the block drafter's {num_places} places: "
+                f"set the tree depth to at most {num_places}"
+            )
+        while depth >= len(self._marginals):
+            known = len(self._marginals)
+            step = 1 if not known else max(1, LOGIT_BYTES // self._marginals[0].nbytes)
+            logits = self._logits(self._states[:, known : known + step])
+            self._marginals += process_logits(logits, self._sampling).unbind(1)
         return self._marginals[depth]
 
 
