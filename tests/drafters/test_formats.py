@@ -208,16 +208,20 @@ def test_shards_and_the_eagle_runtime_s_file(tmp_path: Path) -> None:
 
 
 class Unsafe:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return (Path.touch, (Path("/tmp/never"),))
+        return (Path.touch, (self.mark,))
 
 
 def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
     make_head(tmp_path / "a", "sglang")
     (tmp_path / "a" / "model.safetensors").unlink()
-    torch.save({"fc.weight": Unsafe()}, tmp_path / "a" / "pytorch_model.bin")
-    with pytest.raises(InputError, match=r"pytorch_model.bin is damaged"):
+    torch.save({"fc.weight": Unsafe(tmp_path / "mark")}, tmp_path / "a" / "pytorch_model.bin")
+    with pytest.raises(InputError, match=r"pytorch_model\.bin is damaged"):
         read_head(tmp_path / "a")
+    assert not (tmp_path / "mark").exists()
 
 
 def test_an_index_that_names_a_tensor_no_shard_holds(tmp_path: Path) -> None:

@@ -52,14 +52,14 @@ def export_head(source: ExportSource, output: Path, form: str, dtype: str | None
     before = drafter.fingerprint()
     cases = make_cases(drafter, config, target, source.windows(target.max_positions))
     tensors = {name: tensor.to(rounded) for name, tensor in checkpoint.tensors.items()}
-    if own and checkpoint.embed_tokens is not None:
-        tensors[EMBEDDINGS] = checkpoint.embed_tokens.to(rounded)
+    if (embeddings := _embeddings(form, config, checkpoint.embed_tokens if own else None, target)) is not None:
+        tensors[EMBEDDINGS] = embeddings.to(rounded)
     with new_folder(output) as folder:
         _write(folder, form, config, tensors, checkpoint.draft_ids, target, source)
-        reference = _reference(source.folder, target, rounded)
-        after = load_drafter(folder, target, rounded).fingerprint()
+        reference = _reference(source.folder, target, rounded, EMBEDDINGS in tensors and not own)
         names = stored_names(form, tensors)
         checked = check_head(folder, config, tensors, checkpoint.draft_ids, names, reference, target, cases)
+        after = load_drafter(folder, target, rounded).fingerprint()
         note = {**drafter_note(source.folder), "kind": config.kind}
         identity = Identity(stored, rounded, before, after)
         write_note(folder, source, form, note, identity, checked, left_out=list(checkpoint.extra))
@@ -97,6 +97,18 @@ def _config(drafter: Drafter) -> HeadConfig:
     config = drafter.module.config
     assert isinstance(config, HeadConfig)
     return config
+
+
+def _embeddings(form: str, config: HeadConfig, own: Tensor | None, target: TargetModel) -> Tensor | None:
+    """What is written as embeddings: the head's own, or for EAGLE-3 heads in speculators' form the target's.
+
+    Servers share the target's where there are none, but that library then computes with memory as it finds it: it looks
+    for NaN that a model which is built without memory never holds (0.9.0 on Transformers 5).
+    """
+    if own is not None or form != "speculators" or config.kind != "eagle3":
+        return own
+    theirs: Tensor = target.embeddings.weight.detach().cpu()
+    return theirs
 
 
 def _stored_dtype(checkpoint: HeadCheckpoint, folder: Path) -> torch.dtype:
@@ -137,11 +149,15 @@ def _carried(folder: Path) -> Sequence[str]:
 
 
 @torch.no_grad()
-def _reference(folder: Path, target: TargetModel, rounded: torch.dtype) -> Drafter:
-    """The source in float32, its weights rounded as the export's; the target's embeddings and output in float32 from
-    here on, which is what drafting takes of it beside features."""
+def _reference(folder: Path, target: TargetModel, rounded: torch.dtype, embeddings: bool) -> Drafter:
+    """The source in float32, its weights rounded as the export's, the target's embeddings too where they are written.
+
+    From here on the target's embeddings and output are in float32: what drafting takes of it beside features.
+    """
     target.embeddings.float()
     target.output.float()
+    if embeddings:
+        target.embeddings.weight.copy_(target.embeddings.weight.to(rounded))
     drafter = load_drafter(folder, target, torch.float32)
     for parameter in drafter.module.parameters():
         parameter.copy_(parameter.to(rounded))
