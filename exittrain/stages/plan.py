@@ -253,7 +253,7 @@ def _model_line(size: ModelSize | None, name: str) -> str:
     head = size.head
     if head is None:
         return f"{line}, vocabulary {size.vocab_size}"
-    block = "" if head.block_size is None else f", blocks of {head.block_size}, mask {head.mask_token_id}"
+    block = "" if head.block_size is None else f", blocks of {head.block_size}"
     features = ", ".join(map(str, head.feature_layers))
     return f"{line}, drafts {size.vocab_size} tokens, reads hidden states {features}{block}"
 

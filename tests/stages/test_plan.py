@@ -110,6 +110,7 @@ def test_features_where_nothing_is_said() -> None:
     assert feature_layers("block", 36) == (2, 10, 18, 26, 34)
     assert feature_layers("block", 32) == (2, 9, 16, 23, 30)
     assert feature_layers("block", 48) == (2, 13, 24, 35, 46)
+    assert feature_layers("block", 20) == (2, 6, 10, 14, 18)
     assert feature_layers("block", 19) == feature_layers("eagle3", 19) == (2, 9, 16)
     assert [feature_layers("eagle3", depth) for depth in (2, 4, 7)] == [(1,), (1, 2, 3), (2, 3, 4)]
     for kind in ("eagle3", "block"):
