@@ -239,27 +239,26 @@ def test_the_plan_says_what_is_kept_only_of_heads() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "expected"),
+    ("recipe", "overrides", "expected"),
     [
-        (
-            ["drafter={kind: block, init: z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat}", "tree.depth=10"],
-            "a block of 10",
-        ),
-        (["drafter={init: z-lab/Qwen3-4B-DFlash-b16}"], "is of kind 'block': set 'drafter.kind' to block"),
-        (["drafter={kind: eagle3, init: z-lab/Qwen3-4B-DFlash-b16}"], "is of kind 'block'"),
-        (["drafter={kind: eagle3, init: Qwen/Qwen3-0.6B}"], "is a language model: set 'drafter.kind' to causal_lm"),
-        (["drafter={kind: block, feature_layers: [2]}", "tree.depth=3"], "'drafter.feature_layers' has 2"),
-        (["drafter={kind: block, init: z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat}", "tree.depth=9"], None),
-        (["drafter={kind: block, init: someone/unknown}", "tree.depth=40"], None),
+        ("llama3.1-8b-block", ["tree.depth=10"], "a block of 10 drafts 9 tokens ahead"),
+        ("llama3.1-8b", ["drafter={init: z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat}"], "set 'drafter.kind' to block"),
+        ("qwen3-4b", ["drafter={kind: eagle3, init: z-lab/Qwen3-4B-DFlash-b16}"], "is of kind 'block'"),
+        ("qwen3-4b", ["drafter={kind: eagle3, init: Qwen/Qwen3-0.6B}"], "a language model: set 'drafter.kind' to"),
+        ("qwen3-4b", ["drafter={kind: block, feature_layers: [36]}"], "'drafter.feature_layers' has 36"),
+        ("llama3.1-8b-block", ["tree.depth=9"], None),
+        ("qwen3-4b", ["drafter={kind: block, init: someone/unknown}", "tree.depth=40"], None),
     ],
 )
-def test_saved_heads_are_looked_at_before_anything_runs(overrides: list[str], expected: str | None) -> None:
-    recipe = load_recipe(TINY, overrides)
+def test_saved_heads_are_looked_at_before_anything_runs(
+    recipe: str, overrides: list[str], expected: str | None
+) -> None:
+    loaded = load_recipe(recipe, overrides)
     if expected is None:
-        check_head(recipe)
+        check_head(loaded)
     else:
         with pytest.raises(InputError, match=expected):
-            check_head(recipe)
+            check_head(loaded)
 
 
 def test_configs_are_found_by_their_exact_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
