@@ -109,6 +109,13 @@ def test_what_is_wrong_in_other_forms(
     assert "\n" not in str(caught.value)
 
 
+def test_a_block_drafter_for_a_target_of_another_depth_is_refused(tmp_path: Path) -> None:
+    folder = make_head(tmp_path / "head", "dflash", block_config())
+    assert read_head(folder, 6).config == read_head(folder).config
+    with pytest.raises(InputError, match="made for a target of 6 layers, not of 8"):
+        read_head(folder, 8)
+
+
 def test_a_block_drafter_that_predicts_from_its_anchor_is_refused(tmp_path: Path) -> None:
     folder = make_head(tmp_path / "head", "speculators", block_config())
     edit_config(folder, lambda data: data.update(sample_from_anchor=True))

@@ -105,6 +105,20 @@ def test_rotary_and_norm_settings_are_carried(target: Path, tmp_path: Path, form
     assert done.checked.longest > LLAMA3["original_max_position_embeddings"]
 
 
+@pytest.mark.parametrize(
+    ("rope", "longest"),
+    [
+        ({"rope_type": "linear", "factor": 4.0}, 116),
+        ({"rope_type": "yarn", "factor": 4.0}, 116),
+        ({"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 64,
+          "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}, 66),
+    ],
+)  # fmt: skip
+def test_other_ways_to_scale_rotary_positions(target: Path, tmp_path: Path, rope: dict[str, Any], longest: int) -> None:
+    source = saved_head(tmp_path / "head", eagle(rope_parameters={**rope, "rope_theta": 1e4}), target)
+    assert export_drafter(source, tmp_path / "out", "speculators").checked.longest == longest
+
+
 def test_text_that_is_too_short_is_gone_over_until_it_is_long(target: Path, tmp_path: Path) -> None:
     rope = {**LLAMA3, "original_max_position_embeddings": 400}
     source = saved_head(tmp_path / "head", eagle(rope_parameters=rope), target)

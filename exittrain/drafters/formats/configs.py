@@ -112,6 +112,9 @@ def _dflash(data: Mapping[str, Any], depth: int | None) -> dict[str, Any]:
         raise InputError(f"dflash_config has {unknown[0]}, which is not supported")
     if own.get("causal") or data.get("is_causal"):
         raise InputError("a block that attends causally is not supported")
+    made_for = data.get("num_target_layers")
+    if depth is not None and made_for is not None and int(made_for) != depth:
+        raise InputError(f"it is made for a target of {made_for} layers, not of {depth}")
     size = data.get("block_size") or own.get("block_size")
     if size is None:
         raise InputError("block_size is missing")
@@ -172,8 +175,10 @@ def _check_rope(data: Mapping[str, Any], make: Any) -> None:
     """New readers take rope_parameters, old ones rope_theta and rope_scaling: they must say one thing."""
     if not data.get("rope_parameters") or data.get("rope_theta") is None:
         return
-    new = make(rope_parameters=dict(data["rope_parameters"]))
-    old = make(rope_theta=data["rope_theta"], rope_scaling=data.get("rope_scaling"))
+    longest = data.get("max_position_embeddings")
+    size = {} if longest is None else {"max_position_embeddings": longest}  # some original lengths default to it
+    new = make(rope_parameters=dict(data["rope_parameters"]), **size)
+    old = make(rope_theta=data["rope_theta"], rope_scaling=data.get("rope_scaling"), **size)
     if _rope(new) != _rope(old):
         raise InputError(f"rope_parameters {_rope(new)} contradict rope_theta and rope_scaling {_rope(old)}")
 

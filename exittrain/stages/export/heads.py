@@ -50,7 +50,7 @@ def export_head(source: ExportSource, output: Path, form: str, dtype: str | None
     check_carried(form, config, own)
     check_output(output, source, _METHOD[config.kind])
     before = drafter.fingerprint()
-    cases = make_cases(drafter, config, target, source.windows(target.max_positions))
+    cases = make_cases(drafter, config, target, source.windows(_longest(drafter, config, target)))
     tensors = {name: tensor.to(rounded) for name, tensor in checkpoint.tensors.items()}
     if (embeddings := _embeddings(form, config, checkpoint.embed_tokens if own else None, target)) is not None:
         tensors[EMBEDDINGS] = embeddings.to(rounded)
@@ -97,6 +97,14 @@ def _config(drafter: Drafter) -> HeadConfig:
     config = drafter.module.config
     assert isinstance(config, HeadConfig)
     return config
+
+
+def _longest(drafter: Drafter, config: HeadConfig, target: TargetModel) -> int:
+    """Positions of a compared text. Of longrope, contexts on both sides of the original length turn by other angles, so
+    that a batch must lie on one."""
+    rope, longest = config.rope_parameters, min(drafter.max_positions, target.max_positions)
+    original = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
+    return longest if original is None else min(longest, int(original))
 
 
 def _embeddings(form: str, config: HeadConfig, own: Tensor | None, target: TargetModel) -> Tensor | None:
