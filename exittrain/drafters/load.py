@@ -30,15 +30,16 @@ def load_drafter(
     """A drafter for `target`, on its device, trainable, in `dtype` (default: the target's).
 
     source: a folder written by `Drafter.save`, any source `CausalModel.from_pretrained` takes, `layers:4` (the
-    target's first 4) or `layers:0,5,29` (those); a folder may also be an EAGLE-3 head or block drafter in any form that
-    `formats.read_head` reads. A folder's calibration comes along. Raises InputError where it (or its calibration)
+    target's first 4) or `layers:0,5,29` (those); a folder or hub id may also be of an EAGLE-3 head or block drafter in
+    any form that `formats.read_head` reads. A folder's calibration comes along. Raises InputError where it (or its calibration)
     cannot be read, or where its vocabulary is not the target's, naming ids that differ.
     """
     if str(source).startswith("layers:"):
         return copy_layers(target, _parse_layers(str(source)), dtype, share_embeddings)
-    if is_head_folder(source):
-        kept = tuple(_read_note(Path(source)).get("frozen") or ())
-        return assemble_head(Path(source), target, dtype or target.dtype, kept)
+    head = _head_folder(source)
+    if head is not None:
+        kept = tuple(_read_note(head).get("frozen") or ())
+        return assemble_head(head, target, dtype or target.dtype, kept)
     model = CausalModel.from_pretrained(
         source,
         dtype=dtype or target.dtype,
@@ -59,6 +60,22 @@ def load_drafter(
     if frozen and drafter.kind == "layers":
         share_with_target(model, target)
     return drafter
+
+
+def _head_folder(source: str | Path) -> Path | None:
+    """The folder of a head, of the hub's where `source` is the id of one; None for anything else."""
+    if Path(source).exists() or Path(source).is_absolute() or str(source).count("/") != 1:
+        return Path(source) if is_head_folder(source) else None
+    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        config = Path(hf_hub_download(str(source), "config.json"))
+        if not is_head_folder(config.parent):
+            return None
+        return Path(snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors", "*.bin", "*.txt"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError):
+        return None  # no such id, or no way to it: loading it as a model says so in one line
 
 
 def _parse_layers(spec: str) -> int | list[int]:

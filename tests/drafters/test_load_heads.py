@@ -201,3 +201,26 @@ def test_half_precision_heads_load_into_a_float32_target(target: TargetModel, tm
     drafter = load_drafter(folder, target)
     own = dict(drafter.module.named_parameters())
     assert all(torch.equal(own[name], tensor.float()) for name, tensor in tensors.items())
+
+
+def test_a_hub_id_of_a_head_is_fetched_and_read(
+    target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub is asked for config.json first, and for the weights only where that is a head's."""
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    folder, asked = make_head(tmp_path / "head", "dflash", block_config()), []
+
+    def download(source: str, file: str) -> str:
+        asked.append((source, file))
+        if source != "some/head":
+            raise LocalEntryNotFoundError("no way to the hub")
+        return str(folder / file)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda source, **kwargs: str(folder))
+    assert load_drafter("some/head", target).fingerprint() == load_drafter(folder, target).fingerprint()
+    assert asked == [("some/head", "config.json")]
+    with pytest.raises(InputError, match="other/model"):
+        load_drafter("other/model", target)
