@@ -40,6 +40,17 @@ class Rotary(nn.Module):
         cos, sin = self.rotary(like, positions)
         return cos, sin
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """A cast of the whole network to half precision must not round the frequencies: far positions would turn by
+        other angles than those of a network that was made in half precision."""
+        before = dict(self.rotary.named_buffers())
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, exact in before.items():
+            moved = getattr(self.rotary, name)
+            if moved.dtype != exact.dtype:
+                setattr(self.rotary, name, exact.to(moved.device))
+        return self
+
 
 class Attention(nn.Module):
     """Grouped-query attention whose keys and values are made apart from its queries, so that they may come from a cache

@@ -27,8 +27,8 @@ from exittrain.models.session import CacheSession, open_session
 class CausalDrafter(Drafter):
     """A drafter around a CausalModel. kind: "layers" (copied from the target) or "causal_lm".
 
-    vocab_size: the target's, by default the model's own; draft_ids: the first D ids, where further columns of either are
-    padding (`vocabulary.shared_size`).
+    vocab_size: the target's, by default the model's own; draft_ids: the first D ids, where further columns of either
+    are padding (`vocabulary.shared_size`).
     """
 
     def __init__(

@@ -31,8 +31,8 @@ def load_drafter(
 
     source: a folder written by `Drafter.save`, any source `CausalModel.from_pretrained` takes, `layers:4` (the
     target's first 4) or `layers:0,5,29` (those); a folder or hub id may also be of an EAGLE-3 head or block drafter in
-    any form that `formats.read_head` reads. A folder's calibration comes along. Raises InputError where it (or its calibration)
-    cannot be read, or where its vocabulary is not the target's, naming ids that differ.
+    any form that `formats.read_head` reads. A folder's calibration comes along. Raises InputError where it (or its
+    calibration) cannot be read, or where its vocabulary is not the target's, naming ids that differ.
     """
     if str(source).startswith("layers:"):
         return copy_layers(target, _parse_layers(str(source)), dtype, share_embeddings)

@@ -29,7 +29,9 @@ def make_head(section: DrafterSection, target: TargetModel, sequences: SequenceS
     draft_ids = None
     if config.draft_vocab_size < target.vocab_size:
         if config.draft_vocab_size <= len(target.eos_token_ids):
-            raise InputError(f"'drafter.draft_vocab' {config.draft_vocab_size} has no room beside the ends of a response")
+            raise InputError(
+                f"'drafter.draft_vocab' {config.draft_vocab_size} has no room beside the ends of a response"
+            )
         draft_ids = choose_draft_ids(counts, config.draft_vocab_size, target.eos_token_ids)
         share, seen = covered_share(counts, draft_ids), int((counts > 0).sum())
         say(

@@ -121,3 +121,14 @@ def test_a_narrower_head_needs_embeddings_of_its_own(target):
     network = EagleNetwork(config, nn.Embedding(48, 16), own_embeddings=True)
     states = network.hidden(torch.tensor([[3, 4]]), features=network.fuse(torch.randn(1, 2, 96)))
     assert network.head(states).shape == (1, 2, 48)
+
+
+def test_a_cast_leaves_the_rotary_frequencies_exact(target) -> None:
+    network = tiny_head(target).network
+    exact = network.rotary.rotary.inv_freq.clone()
+    network.to(torch.bfloat16)
+    assert network.dtype == torch.bfloat16 and network.rotary.rotary.inv_freq.dtype == torch.float32
+    assert torch.equal(network.rotary.rotary.inv_freq, exact)
+    cos, _ = network.rotary(torch.tensor([[3001]]), torch.bfloat16)
+    assert cos.dtype == torch.bfloat16
+    torch.testing.assert_close(cos[0, 0, : len(exact)].float(), (3001 * exact).cos(), atol=4e-3, rtol=0)

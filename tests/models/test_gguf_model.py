@@ -10,9 +10,9 @@ from exittrain.models.target import TargetModel
 
 pytestmark = pytest.mark.slow
 TEXTS = [
-    "Why is the sky blue?", "def add(a, b):\n    return a + b\n", "  two  spaces ", "naïve café", "日本語のテキスト", "1,234.5 %",
-    "<|im_start|>", "\t\n", "emoji 🙂🚀", "https://example.org/a?b=c#d", "ALL CAPS", "don't", "x² + y² = z²", "{'key': [1, 2]}",
-    "línea", "--flag=value", "Ω≈ç√", "a" * 40, "0x1F4A9", "«quoted»",
+    "Why is the sky blue?", "def add(a, b):\n    return a + b\n", "  two  spaces ", "naïve café", "日本語のテキスト",
+    "1,234.5 %", "<|im_start|>", "\t\n", "emoji 🙂🚀", "https://example.org/a?b=c#d", "ALL CAPS", "don't",
+    "x² + y² = z²", "{'key': [1, 2]}", "línea", "--flag=value", "Ω≈ç√", "a" * 40, "0x1F4A9", "«quoted»",
 ]  # fmt: skip
 
 

@@ -57,7 +57,8 @@ class EagleDrafter(Drafter):
                 raise InputError(f"{self.name} is made for {what} of size {ours}; {target.name} has {theirs}")
         check_draft_ids(draft_ids, config.draft_vocab_size, config.vocab_size, self.name)
         self.network = self.module = network.to(target.device)
-        self.tokenizer, self.vocab_size, self.max_positions = target.tokenizer, target.vocab_size, config.max_positions
+        self.tokenizer, self.vocab_size = target.tokenizer, target.vocab_size
+        self.max_positions = min(config.max_positions, target.max_positions)
         pruned = config.draft_vocab_size < config.vocab_size
         self.draft_ids = draft_ids.to(target.device) if draft_ids is not None and pruned else None
         self.feature_layers = config.feature_layers

@@ -87,7 +87,9 @@ def plain_sums(task: DrafterTask, drafter: Drafter, target: TargetModel) -> tupl
     token_sum = torch.zeros(())
     for state, (row, column), weight in zip(token_states, batch.layout.target_rows, batch.layout.weights, strict=True):
         wanted = target_logprobs(along[row][column][None], sampling)[:, columns]
-        token_sum = token_sum + weight * ROW_LOSSES["kl"](wanted, draft_logprobs(drafter.head(state)[None], sampling))[0]
+        token_sum = (
+            token_sum + weight * ROW_LOSSES["kl"](wanted, draft_logprobs(drafter.head(state)[None], sampling))[0]
+        )
     node_sum = torch.zeros(())
     if trees is None:
         return token_sum, node_sum
@@ -138,7 +140,9 @@ def test_the_loss_is_the_plain_sum(
     token_sum, node_sum = plain_sums(make_task(drafter, target, objective=objective), drafter, target)
     (0.7 * token_sum + 1.3 * node_sum).backward()
     assert float(sums["token_loss"]) == pytest.approx(float(token_sum.detach()), rel=1e-4)
-    assert objective == "token" or float(sums["node_loss"]) == pytest.approx(float(node_sum.detach()), rel=1e-3, abs=1e-5)
+    assert objective == "token" or float(sums["node_loss"]) == pytest.approx(
+        float(node_sum.detach()), rel=1e-3, abs=1e-5
+    )
     assert found
     for name, parameter in drafter.module.named_parameters():
         if parameter.grad is not None:
