@@ -64,7 +64,7 @@ def test_after_rounds_the_context_is_the_targets_features(target, prompts, ids):
     drafter = tiny_block(target, ids, num_layers=2)
     shape = TreeShape(budget=10, depth=4, width=4)
     plan = Plan(target, drafter, get_builder("best_first"), shape, get_verifier("tev"), Sampling(), 128)
-    limits = [40, 40, 9]
+    limits = [40, 9, 40]
     rows = [
         Row(list(prompt), torch.Generator().manual_seed(3 + index), limit, frozenset(), None)
         for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))

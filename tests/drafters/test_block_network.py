@@ -84,6 +84,15 @@ def test_tokens_at_and_after_the_anchor_are_no_context():
     torch.testing.assert_close(ours[0], theirs[0], **CLOSE)
 
 
+def test_greedy_serving_ranks_by_probabilities():
+    drafter, (prompt,) = tiny_block(), random_ids(6)
+    state = drafter.start([prompt], drafter.target.states((1, 3)).of(prompt)[1][None, :-1])
+    plain = drafter.session([prompt], torch.tensor([0]), torch.tensor([5]), Sampling()).root()
+    greedy = drafter.session([prompt], torch.tensor([0]), torch.tensor([5]), Sampling(0)).root()
+    assert plain.isfinite().all() and torch.equal(plain, greedy)
+    torch.testing.assert_close(state.session(Sampling(0)).root(), plain, **CLOSE)
+
+
 def test_features_of_another_dtype_enter_in_the_drafters():
     drafter = tiny_block(tiny_target())
     drafter.target.module.to(torch.bfloat16)

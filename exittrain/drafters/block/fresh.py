@@ -23,8 +23,7 @@ def make_block(target: TargetModel, config: HeadConfig, draft_ids: Tensor | None
 
     Where there is an output head of its own, it begins with the target's rows (of draft_ids). Matrices have standard
     deviation 1 / sqrt(inputs): that is 0.02 at the sizes DFlash is trained at, and lets the context be heard beside the
-    masks' embeddings at smaller ones, where 0.02 learns more slowly. The final norm has the form of the target's, but
-    is smaller: see `_calm`.
+    masks' embeddings at smaller ones. The final norm has the form of the target's, but is smaller: see `_calm`.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
