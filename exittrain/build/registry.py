@@ -36,6 +36,11 @@ def drawn_by(name: str) -> str:
     return builder.drawn if isinstance(builder, SampledBuilder) else "top"
 
 
+def deepest_level(name: str, shape: TreeShape) -> int:
+    """The deepest level that builder's trees of this shape may have."""
+    return shape.depth if name in ("best_first", "beam", "oracle") else max(map(len, rank_paths(shape)))
+
+
 def check_shape(name: str, shape: TreeShape) -> None:
     """Raises InputError where that builder cannot fill the shape (see `rank_paths`, `gapless_paths`)."""
     if drawn_by(name) != "top":

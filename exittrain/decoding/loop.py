@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from exittrain.build.base import TreeShape
-from exittrain.build.registry import drawn_by, get_builder
+from exittrain.build.registry import deepest_level, drawn_by, get_builder
 from exittrain.build.static import rank_paths
 from exittrain.decoding.auto import AUTO, choose_auto
 from exittrain.decoding.batch import Batch, Plan
@@ -135,6 +135,7 @@ def make_plan(
         rule = get_verifier("tev")  # a root alone: every rule is one draw from its row, and this one reads nothing else
     else:
         rule.check(drawn)
+        drafter.check_depth(deepest_level(builder, shape))
         if rule.name == "block" and any(map(any, rank_paths(shape))):  # a rank other than 0: a second child
             raise InputError("the block verifier is made for chains; set branching='chain', or use traversal")
     limits = [target.max_positions] + ([] if drafter is None else [drafter.max_positions])

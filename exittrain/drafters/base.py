@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from exittrain.build.base import DraftSession
 from exittrain.drafters.calibration import Calibration
+from exittrain.errors import InputError
 from exittrain.law.sampling import Sampling
 from exittrain.models.loading import Match
 from exittrain.tree.batch import TreeBatch
@@ -150,6 +151,14 @@ class Drafter(ABC):
             return logits
         full = logits.new_full((*logits.shape[:-1], self.vocab_size), -torch.inf)
         return full.index_copy(-1, self.draft_ids, logits)
+
+    def check_depth(self, depth: int) -> None:
+        """Raise InputError where trees of this many levels are deeper than it can draft."""
+        if self.max_depth is not None and depth > self.max_depth:
+            raise InputError(
+                f"tree depth {depth} is beyond the {self.max_depth} tokens that {self.name} drafts: "
+                f"set the tree depth to at most {self.max_depth}"
+            )
 
     def write_note(self, folder: Path) -> None:
         """exittrain.json: what no server reads, and `load_drafter` needs."""

@@ -1,14 +1,27 @@
-"""What EAGLE heads and block drafters share beside their layers: a name for their numbers."""
+"""What EAGLE heads and block drafters share beside their layers: where they begin, and a name for their numbers."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from exittrain.drafters.head_config import HeadConfig
+from exittrain.models.target import TargetModel
+
+
+def final_norm(target: TargetModel) -> Tensor | None:
+    """[Ht] what the target's final norm multiplies by, in whatever form it keeps that; None where it does more (takes
+    the mean away, adds a bias)."""
+    norm: Any = getattr(target.module.base_model, "norm", None)
+    if norm is None:
+        return None
+    ones = target.embeddings.weight.new_ones(target.hidden_size)
+    weight: Tensor = norm(ones)
+    return weight if bool(weight.any()) and torch.equal(norm(-ones), -weight) else None
 
 
 class HeadIdentity:

@@ -128,7 +128,7 @@ def test_trees_deeper_than_the_block_are_refused(target, prompts):
     drafter = tiny_block(target)
     assert drafter.max_depth == 4
     decode(target, drafter, prompts[1], budget=8, depth=4, max_new_tokens=6)
-    with pytest.raises(InputError, match=r"tree depth 5 is beyond the block drafter's 4 places: .* at most 4"):
+    with pytest.raises(InputError, match=r"tree depth 5 is beyond the 4 tokens that .* drafts: .* at most 4"):
         decode(target, drafter, prompts[1], "static", 8, depth=5, max_new_tokens=6)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +11,7 @@ from exittrain.drafters.base import TrainingInputs
 from exittrain.drafters.block.drafter import BlockDrafter
 from exittrain.drafters.block.network import BlockNetwork
 from exittrain.drafters.head_config import HeadConfig
+from exittrain.drafters.heads import final_norm
 from exittrain.models.target import TargetModel
 
 _EXCESS = 0.1  # nats by which an untrained drafter's loss may pass ln D, over all tokens alike
@@ -37,20 +37,10 @@ def make_block(target: TargetModel, config: HeadConfig, draft_ids: Tensor | None
     with torch.no_grad():
         if drafter.draft_ids is not None:
             network.lm_head.weight.copy_(target.output.weight[drafter.draft_ids])
-        if (form := _final_norm(target)) is not None:
+        if (form := final_norm(target)) is not None:
             weight.copy_(form)
         weight.mul_(_calm(drafter))
     return drafter
-
-
-def _final_norm(target: TargetModel) -> Tensor | None:
-    """[H] what the target's final norm multiplies by, in whatever form it keeps that; None where it does more."""
-    norm: Any = getattr(target.module.base_model, "norm", None)
-    if norm is None:
-        return None
-    ones = target.embeddings.weight.new_ones(target.hidden_size)
-    weight: Tensor = norm(ones)
-    return weight if bool(weight.any()) and torch.equal(norm(-ones), -weight) else None
 
 
 def _calm(drafter: BlockDrafter) -> float:

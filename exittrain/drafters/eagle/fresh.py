@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from exittrain.drafters.eagle.drafter import EagleDrafter
 from exittrain.drafters.eagle.network import EagleNetwork
 from exittrain.drafters.head_config import HeadConfig
+from exittrain.drafters.heads import final_norm
 from exittrain.models.target import TargetModel
 
 _STD = 0.02  # of fresh matrices
@@ -44,12 +45,8 @@ def _copy_output(network: EagleNetwork, target: TargetModel, draft_ids: Tensor |
     if rows.shape[1] != network.hidden_size:
         return
     network.lm_head.weight.copy_(rows if draft_ids is None else rows[draft_ids.to(rows.device)])
-    norm: Any = getattr(target.module.base_model, "norm", None)
-    if norm is None:
-        return
-    ones = rows.new_ones(network.hidden_size)
-    weight = norm(ones)  # whatever form the norm keeps it in
-    if bool(weight.any()) and torch.equal(norm(-ones), -weight):  # no norm that subtracts the mean, or adds a bias
+    weight = final_norm(target)
+    if weight is not None:
         network.norm.weight.copy_(weight)  # type: ignore[operator]
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from exittrain.build.base import TreeShape
-from exittrain.build.static import rank_paths
+from exittrain.build.registry import deepest_level
 from exittrain.drafters.base import Drafter, Layout
 from exittrain.law.objectives import get_objective
 from exittrain.law.sampling import Sampling
@@ -59,9 +59,7 @@ class LossSettings:
     @property
     def depth_limit(self) -> int:
         """The deepest level a tree may have: leaves there reached the end, they miss nothing (math.md section 8)."""
-        if self.builder in ("best_first", "beam"):
-            return self.shape.depth
-        return max(map(len, rank_paths(self.shape)))
+        return deepest_level(self.builder, self.shape)
 
 
 @dataclass(frozen=True, eq=False)

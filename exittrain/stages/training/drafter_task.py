@@ -45,6 +45,8 @@ class DrafterTask:
         self.module = DrafterLoss(drafter, target, loss)
         self._drafter, self._target, self._sequences, self._stored = drafter, target, sequences, stored
         self._loop, self._loss, self._lengths = loop, loss, tuple(sequences.lengths)
+        if loss.uses_trees:
+            drafter.check_depth(loss.depth_limit)
         positions = min(target.max_positions, drafter.max_positions)
         if max(self._lengths) > positions:
             raise InputError(
