@@ -47,22 +47,28 @@ def pair_loss_sum(
     head: RowHead, states: Tensor, target_logits: Logits, target_of: Tensor, sampling: Sampling,
     weights: Tensor | None = None, row_loss: str = "kl",
 ) -> Tensor:  # fmt: skip
-    """Sum over draft rows of weight * loss(p, q), 0-dimensional: states [T, H] of the drafter, target_of [T] ascending:
-    the target row [U] each is compared with, which goes through the target's head once; weights [T] or all one."""
+    """Sum over draft rows of weight * loss(p, q), 0-dimensional: states [T, H] of the drafter, target_of [T] ascending
+    without gaps: the target row [U] each is compared with; weights [T] or all one.
+
+    Chunks are of draft rows: however many share a target row, memory stays bounded. A target row goes through the
+    target's head once for every chunk that needs it, which is seldom more than one.
+    """
     if not len(states):
         return states.new_zeros(())
-    loss_of, count = ROW_LOSSES[row_loss], int(target_of[-1]) + 1
-    run = _chunk_runner(len(states), head)
+    loss_of, run = ROW_LOSSES[row_loss], _chunk_runner(len(states), head)
 
-    def chunk(rows: Tensor, start: int, stop: int, part: slice) -> Tensor:
-        wanted = target_logprobs(target_logits(start, stop), sampling, head.draft_ids)
-        if len(rows) != len(wanted) or not _is_range(target_of[part] - start):
-            wanted = wanted[target_of[part] - start]
+    def chunk(rows: Tensor, part: slice, first: int, last: int) -> Tensor:
+        wanted = target_logprobs(target_logits(first, last + 1), sampling, head.draft_ids)
+        row_of = target_of[part] - first
+        if len(rows) != len(wanted) or not _is_range(row_of):
+            wanted = wanted[row_of]
         losses = loss_of(wanted, draft_logprobs(head.head(rows), sampling))
         return (losses if weights is None else losses * weights[part]).sum()
 
-    chunks = row_chunks(states, head.vocab_size, count)
-    return _add([run(chunk, states[part], a, b, part) for (a, b), part in _parts(chunks, target_of)])
+    chunks = row_chunks(states, head.vocab_size)
+    ends = target_of[torch.tensor([[start, stop - 1] for start, stop in chunks], device=target_of.device)].tolist()
+    parts = [(slice(*rows), *targets) for rows, targets in zip(chunks, ends, strict=True)]
+    return _add([run(chunk, states[part], part, first, last) for part, first, last in parts])
 
 
 def mixed_kl_sum(

@@ -120,6 +120,28 @@ def test_gradient_on_sampled_trees(make_task, target, objective: str, builder: s
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("counts", [[1, 7, 1, 2, 9, 1], [1] * 8, [20]])
+def test_chunks_are_bounded_however_many_rows_share_a_target_row(monkeypatch, counts: list[int]) -> None:
+    """Three rows at a time, of drafter and target; blocks and unrolled steps predict one token many times."""
+    monkeypatch.setitem(scoring.CHUNK_BYTES, "cpu", 3 * 4 * VOCAB)
+    generator, seen = torch.Generator().manual_seed(0), []
+    target_of = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    states = torch.randn(len(target_of), VOCAB, generator=generator, requires_grad=True)
+    wanted, weights = torch.randn(len(counts), VOCAB, generator=generator), torch.rand(len(states), generator=generator)
+    head = losses_module.RowHead(lambda rows: seen.append(len(rows)) or rows * 2, VOCAB)
+
+    def target_logits(start: int, stop: int) -> torch.Tensor:
+        seen.append(stop - start)
+        return wanted[start:stop]
+
+    found = losses_module.pair_loss_sum(head, states, target_logits, target_of, Sampling(), weights)
+    plain = (row_losses("kl", wanted[target_of], states * 2, Sampling()) * weights).sum()
+    torch.testing.assert_close(found, plain)
+    for ours, theirs in zip(torch.autograd.grad(found, states), torch.autograd.grad(plain, states), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert max(seen) == 3
+
+
 def test_cross_entropy_on_tokens(make_task, target, chunking: str) -> None:
     made = make_task(None, {"token_loss": "ce"})
     expected, found = plain_gradients(made, target, 0), trained_gradients(made, 0)
