@@ -209,7 +209,7 @@ def test_batches_without_trained_tokens_update_nothing(make_task: Callable, sequ
     trainer = Trainer(made.task, made.settings, deepspeed_config("zero0"))
     before = parameters(made)
     original = made.task.prepare
-    empty = made.task._without_trees([], Sampling())
+    empty = made.task._without_trees([], Sampling(), 0)
     made.task.prepare = lambda step: [empty, empty]
     sums, totals, _ = trainer.step(0)
     assert sums == {} and not any(totals.values())

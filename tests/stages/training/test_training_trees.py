@@ -177,9 +177,9 @@ def test_stored_trees_are_the_recorded_ones(sequences: SequenceSet, target: Targ
     assert owner.tolist() == [0, 0, 1, 1]
     for i, row in zip([4, 4, 0, 0], rows.tolist(), strict=True):
         assert int(stored.trees.token_ids[row, 0]) == int(sequences.tokens[i][stored.anchors[row]])
-    moved = staleness(make_drafter(), sequences.tokens, stored, rows, SHAPE, Sampling(), "best_first")
+    moved = staleness(make_drafter(), target, sequences.tokens, stored, rows, SHAPE, Sampling(), "best_first")
     assert moved["log_q_change"] < 1e-5 and moved["still_drawn"] == 1
-    moved = staleness(make_drafter(9), sequences.tokens, stored, rows, SHAPE, Sampling(), "best_first")
+    moved = staleness(make_drafter(9), target, sequences.tokens, stored, rows, SHAPE, Sampling(), "best_first")
     assert moved["log_q_change"] > 1e-3 and moved["still_drawn"] < 1
 
 
