@@ -62,6 +62,8 @@ class HeadConfig:
             raise InputError(f"num_attention_heads {self.num_heads} is no multiple of {self.num_kv_heads} key heads")
         if not 0 < self.draft_vocab_size <= self.vocab_size:
             raise InputError(f"draft_vocab_size {self.draft_vocab_size} must lie in 1 to {self.vocab_size}")
+        if self.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
+            raise InputError("rope_parameters: partial_rotary_factor is not supported: a head's layers turn whole keys")
         if self.norm_before_fc and self.fc_norm:
             raise InputError("norm_before_fc and fc_norm exclude each other: set one of them to false")
         if self.kind == "eagle3" and self.block_size is not None:
@@ -108,25 +110,34 @@ class HeadConfig:
 def config_like(
     target: Any, kind: str, feature_layers: tuple[int, ...], draft_vocab_size: int, **changes: Any
 ) -> HeadConfig:
-    """A head whose layers have the sizes, norms and rotary positions of the target's (a Hugging Face text config).
+    """A head whose layers have the sizes and rotary positions of the target's (a Hugging Face text config).
 
-    changes: fields of HeadConfig that shall differ; None leaves the target's.
+    changes: fields of HeadConfig that shall differ; None leaves the target's. Whatever the target has, the feed-forward
+    part is silu's and norms are RMS norms: servers compute a head's so without asking.
     """
     heads = int(target.num_attention_heads)
     values: dict[str, Any] = {
         "style": "qwen3" if kind == "block" or str(target.model_type).startswith("qwen3") else "llama",
         "hidden_size": int(target.hidden_size),
         "target_hidden_size": int(target.hidden_size),
-        "intermediate_size": int(target.intermediate_size),
+        "intermediate_size": int(getattr(target, "intermediate_size", None) or 4 * target.hidden_size),
         "num_layers": 1,
         "num_heads": heads,
         "num_kv_heads": int(getattr(target, "num_key_value_heads", None) or heads),
         "head_dim": int(getattr(target, "head_dim", None) or target.hidden_size // heads),
         "vocab_size": int(target.vocab_size),
         "max_positions": int(target.max_position_embeddings),
-        "hidden_act": str(target.hidden_act),
-        "rms_norm_eps": float(target.rms_norm_eps),
-        "rope_parameters": dict(target.rope_parameters),
+        "rms_norm_eps": float(getattr(target, "rms_norm_eps", None) or 1e-6),
+        "rope_parameters": _whole_rope(target),
         **{name: value for name, value in changes.items() if value is not None},
     }
     return HeadConfig(kind=kind, feature_layers=tuple(feature_layers), draft_vocab_size=draft_vocab_size, **values)
+
+
+def _whole_rope(target: Any) -> dict[str, Any]:
+    """The target's rotary positions. Plain ones of its base where it turns a part of each key, or has none: a head's
+    layers turn whole keys, and a server told of a part would turn that."""
+    rope = dict(getattr(target, "rope_parameters", None) or {})
+    if rope.pop("partial_rotary_factor", 1.0) == 1.0 and "rope_type" in rope:
+        return rope
+    return {"rope_type": "default", "rope_theta": float(rope.get("rope_theta") or 10000.0)}

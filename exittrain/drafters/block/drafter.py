@@ -111,14 +111,10 @@ class BlockDrafter(Drafter):
     def save(self, folder: str | Path) -> Path:
         """Write a speculators folder (config, weights), the tokenizer and exittrain.json, whole or not at all.
 
-        Loading it back gives bit-equal logits. Adapters are merged (`adapter.merged_state`), and the drafter trains on
-        as it was.
+        Loading it back gives bit-equal logits.
         """
-        from exittrain.drafters.adapter import merged_state
-
-        tensors = self.module.state_dict() if self.frozen is None else merged_state(self.module)
         with atomic_folder(Path(folder)) as temporary, quiet_transformers():
-            write_head(temporary, self.network.config, tensors, self.draft_ids, self.target.name)
+            write_head(temporary, self.network.config, self.network.state_dict(), self.draft_ids, self.target.name)
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(temporary)
             self.write_note(temporary)
