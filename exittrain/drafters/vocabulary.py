@@ -74,7 +74,7 @@ def choose_draft_ids(counts: Tensor, size: int, always: Sequence[int] = ()) -> T
         raise InputError(f"a draft vocabulary of {size} tokens: it needs {max(1, len(kept))} to {vocab_size}")
     if len(kept) and not 0 <= int(kept[0]) <= int(kept[-1]) < vocab_size:
         raise InputError(f"ids to be drafted must lie in 0 to {vocab_size - 1}, got {int(kept[0])} to {int(kept[-1])}")
-    ranked = counts.cpu().double()
+    ranked = counts.cpu().double().clone()
     ranked[kept] = torch.inf
     return ranked.argsort(descending=True, stable=True)[:size].sort().values
 

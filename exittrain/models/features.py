@@ -96,7 +96,7 @@ class TargetStates:
     @torch.no_grad()
     def of(self, sequence: Tensor) -> tuple[Tensor, Tensor]:
         """(hidden [L, Ht] after the final norm, features [L, F]) of a 1-D id tensor, on the target's device."""
-        key = sequence.cpu().numpy().tobytes()
+        key = sequence.to("cpu", torch.int64).numpy().tobytes()
         found = self._kept.get(key)
         if found is None:
             with self._tap as tap:

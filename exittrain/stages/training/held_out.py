@@ -110,8 +110,10 @@ def staleness(
         )  # fmt: skip
         drafted = trees.valid & (trees.depths > 0)
         assert trees.draft_logprobs is not None  # records have them
-        change += float((now - trees.draft_logprobs.double())[drafted].abs().sum())
-        nodes += int(drafted.sum())
+        gap = (now - trees.draft_logprobs.double())[drafted].abs()
+        gap = gap[gap.isfinite()]  # what can no longer be drafted at all shows in still_drawn
+        change += float(gap.sum())
+        nodes += len(gap)
         own = None if generators is None else [generators[i] for i in group.tolist()]
         today = draw_trees(drafter, inputs, local, stored.anchors[part], shape, sampling, builder, own)
         kept += sum(len(old & new) for old, new in zip(_paths(trees), _paths(today), strict=True))
