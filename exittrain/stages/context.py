@@ -92,6 +92,8 @@ class StageContext:
             else:
                 source = str(section.model)
             dtype = getattr(torch, section.dtype)
+            if self.device.type == "cpu" and section.dtype != "float32" and not _cpu_has_half():
+                say(f"this CPU computes {section.dtype} many times slower than float32: target.dtype=float32 is faster")
             self._target = TargetModel.from_pretrained(
                 source, dtype=dtype, attention=section.attention, device=self.device
             )
@@ -142,6 +144,13 @@ class StageContext:
             text = json.dumps(parts, sort_keys=True)
             self._keys[name] = hashlib.sha256(text.encode()).hexdigest()
         return self._keys[name]
+
+
+def _cpu_has_half() -> bool:
+    """Whether matrix products in half precision are vectorised here: below AVX-512 torch computes them one by one."""
+    import torch
+
+    return platform.machine() not in ("x86_64", "AMD64") or "AVX512" in torch.backends.cpu.get_cpu_capability()
 
 
 def key_parts(context: StageContext, name: str) -> dict[str, Any]:

@@ -216,3 +216,21 @@ def test_adding_an_arm_leaves_the_others(corpus: Path) -> None:
 def test_logging_is_not_part_of_a_key(corpus: Path) -> None:
     quiet = StageContext(recipe_of(corpus, "train.log_every=50", "tracking.project=x"), RunFolder("x"))
     assert quiet.stage_key("report") == StageContext(recipe_of(corpus), RunFolder("x")).stage_key("report")
+
+
+@pytest.mark.parametrize(("capability", "dtype", "told"), [
+    ("AVX2", "bfloat16", True), ("AVX2", "float32", False), ("AVX512", "bfloat16", False),
+])  # fmt: skip
+def test_a_cpu_that_crawls_in_half_precision_is_told(
+    capability: str, dtype: str, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    from exittrain.models.target import TargetModel
+
+    monkeypatch.setenv("EXITTRAIN_DEVICE", "cpu")
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(TargetModel, "from_pretrained", lambda *args, **kwargs: None)
+    recipe = load_recipe("quickstart", [f"target.dtype={dtype}"])
+    StageContext(recipe, RunFolder(tmp_path / "run")).target()
+    assert ("target.dtype=float32 is faster" in capsys.readouterr().err) == told
