@@ -10,74 +10,24 @@ token, H the head's hidden size, V target vocabulary, D draft vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from exittrain.drafters.base import Drafter, Layout, TrainingInputs
-from exittrain.drafters.calibration import Calibration
+from exittrain.drafters.base import Layout, TrainingInputs
 from exittrain.drafters.eagle import unroll
 from exittrain.drafters.eagle.network import EagleNetwork
-from exittrain.drafters.formats import write_head
-from exittrain.drafters.heads import HeadIdentity
-from exittrain.drafters.vocabulary import check_draft_ids
+from exittrain.drafters.heads import HeadDrafter
 from exittrain.errors import InputError
 from exittrain.law.sampling import Sampling
 from exittrain.models.cache import TreeCache
-from exittrain.models.folders import atomic_folder
-from exittrain.models.loading import Match, quiet_transformers
 from exittrain.models.session import CacheSession, prefixes
-from exittrain.models.target import TargetModel
 
 
-class EagleDrafter(Drafter):
-    """A drafter around an EagleNetwork for `target`, on its device.
+class EagleDrafter(HeadDrafter):
+    """A drafter around an EagleNetwork (`HeadDrafter`)."""
 
-    draft_ids: [D] ascending; None: the head has a column for every token. name: for messages and tables.
-    Raises InputError where the head was made for another vocabulary, hidden size or number of layers.
-    """
-
-    def __init__(
-        self,
-        network: EagleNetwork,
-        target: TargetModel,
-        draft_ids: Tensor | None = None,
-        name: str | None = None,
-        calibration: Calibration | None = None,
-        match: Match | None = None,
-    ) -> None:
-        config = network.config
-        self.kind, self.name = "eagle3", name or f"{target.name}-eagle3"
-        for what, ours, theirs in (
-            ("vocabulary", config.vocab_size, target.vocab_size),
-            ("hidden states", config.target_hidden_size, target.hidden_size),
-        ):
-            if ours != theirs:
-                raise InputError(f"{self.name} is made for {what} of size {ours}; {target.name} has {theirs}")
-        check_draft_ids(draft_ids, config.draft_vocab_size, config.vocab_size, self.name)
-        self.network = self.module = network.to(target.device)
-        self.tokenizer, self.vocab_size = target.tokenizer, target.vocab_size
-        self.max_positions = min(config.max_positions, target.max_positions)
-        pruned = config.draft_vocab_size < config.vocab_size
-        self.draft_ids = draft_ids.to(target.device) if draft_ids is not None and pruned else None
-        self.feature_layers = config.feature_layers
-        self.target_fingerprint = target.fingerprint()
-        self.calibration, self.match = calibration, match
-        self._target_name, self._target_states = target.name, target.states(config.feature_layers)
-        self._identity = HeadIdentity(config, network, self.draft_ids)
-
-    @property
-    def device(self) -> torch.device:
-        return self.network.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.network.dtype
-
-    def fingerprint(self) -> str:
-        """As `Drafter.fingerprint`; the target's embeddings are no part of it."""
-        return self._identity()
+    network: EagleNetwork
 
     def head(self, states: Tensor) -> Tensor:
         """As `Drafter.head`."""
@@ -92,7 +42,8 @@ class EagleDrafter(Drafter):
             raise InputError(f"a context of one token: {unroll.TOO_SHORT}")
         cut = prefixes(sequences, tree_sequence, anchors)
         ends = [max(len(prefix) - 1, 0) for prefix in cut]
-        features = [self._target_states.of(s)[1][:end] for s, end in zip(sequences, ends, strict=True)]
+        along = self.target.states(self.feature_layers)
+        features = [along.of(s)[1][:end] for s, end in zip(sequences, ends, strict=True)]
         cache = TreeCache(self.network, len(sequences))
         padded = torch.nn.utils.rnn.pad_sequence(features, batch_first=True)
         states = cache.extend([prefix[1:] for prefix in cut], self.network.fuse(padded))
@@ -118,16 +69,6 @@ class EagleDrafter(Drafter):
     def states(self, layout: Layout) -> tuple[Tensor, Tensor]:
         """As `Drafter.states`."""
         return unroll.states(self.network, layout.inputs)
-
-    def save(self, folder: str | Path) -> Path:
-        """Write config.json and model.safetensors as vLLM's speculators has them, the target's tokenizer and
-        exittrain.json, whole or not at all. Loading it back gives bit-equal logits."""
-        with atomic_folder(Path(folder)) as temporary, quiet_transformers():
-            write_head(temporary, self.network.config, self.network.state_dict(), self.draft_ids, self._target_name)
-            if self.tokenizer is not None:
-                self.tokenizer.save_pretrained(temporary)
-            self.write_note(temporary)
-        return Path(folder)
 
 
 class EagleState:
