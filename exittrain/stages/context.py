@@ -20,6 +20,7 @@ from exittrain.records.files import sha256
 from exittrain.records.run_folder import RunFolder
 from exittrain.records.schema import CODE_VERSION, SCHEMA_VERSION
 from exittrain.records.share import ROOTS, share_path
+from exittrain.runtime.parts import WHOLE, Part
 from exittrain.runtime.ranks import is_main, local_rank
 from exittrain.runtime.signals import StopFlag
 from exittrain.runtime.tracker import Tracker
@@ -47,6 +48,7 @@ class StageContext:
     recipe: Recipe
     run: RunFolder
     stop: StopFlag = field(default_factory=StopFlag)
+    part: Part = WHOLE  # of a stage that several jobs do together
     _target: TargetModel | None = field(default=None, repr=False)
     _keys: dict[str, str] = field(default_factory=dict, repr=False)
 
