@@ -61,7 +61,7 @@ def rank_paths(shape: TreeShape) -> list[Path]:
     for path in paths:  # grows while it is read: breadth first
         if len(path) == shape.depth:
             break
-        paths += [(*path, rank) for rank in range(arity)][: shape.budget + 1 - len(paths)]
+        paths += [(*path, rank) for rank in range(min(arity, shape.budget + 1 - len(paths)))]
     return paths
 
 

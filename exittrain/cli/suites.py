@@ -42,6 +42,7 @@ def run_suite(
         raise InputError(f"{unused[0]} is not for studies: set suite.KEY=VALUE (suite.temperatures=[0,1])")
     rest = [override for override in overrides if not override.startswith("suite.")]
     if plan:
+        _check_subjects(subjects, rest, target)
         typer.echo(f"{settings.name}: {settings.description}")
         for key, value in settings.model_dump(exclude={"name", "description"}).items():
             typer.echo(f"  {key}: {value}")
@@ -53,14 +54,30 @@ def run_suite(
     return True
 
 
+def _check_subjects(subjects: Sequence[str], overrides: Sequence[str], target: str | None) -> None:
+    """Raises InputError where the study could not begin: no such recipe, run or drafter folder."""
+    from exittrain.config.load import load_recipe
+
+    if target is None:
+        load_recipe(_the_run(subjects), overrides)
+    missing = next((folder for folder in subjects if target is not None and not Path(folder).is_dir()), None)
+    if missing is not None:
+        raise InputError(f"no drafter folder {missing!r}")
+
+
+def _the_run(subjects: Sequence[str]) -> str:
+    if len(subjects) != 1:
+        raise InputError("a study takes one recipe or run folder, or drafter folders with --target MODEL")
+    return subjects[0]
+
+
 def _of_run(subjects: Sequence[str], overrides: Sequence[str], settings: Study) -> None:
     from exittrain.cli.stages import make_context
     from exittrain.config.load import load_recipe
     from exittrain.stages.studies.run import study_run
 
-    if len(subjects) != 1:
-        raise InputError("a study takes one recipe or run folder, or drafter folders with --target MODEL")
-    study_run(make_context(load_recipe(subjects[0], overrides), subjects[0]), settings)
+    run = _the_run(subjects)
+    study_run(make_context(load_recipe(run, overrides), run), settings)
 
 
 def _of_drafters(folders: Sequence[str], overrides: Sequence[str], target: str, settings: Study, output: str) -> None:
@@ -76,6 +93,8 @@ def _of_drafters(folders: Sequence[str], overrides: Sequence[str], target: str, 
 
     if overrides:
         raise InputError(f"{overrides[0]!r}: a study of drafter folders takes only suite.KEY=VALUE")
+    if settings.name == "verifiers" and len(folders) > 1:
+        raise InputError(f"suite 'verifiers' calibrates one drafter, {len(folders)} are named: give them one by one")
     stop = StopFlag().install()
     if settings.tasks == ["heldout"]:
         settings = settings.model_copy(update={"tasks": ["everyday"]})

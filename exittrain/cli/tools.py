@@ -179,6 +179,8 @@ def generate(
         ),
     ] = "tev",
     temperature: Annotated[float, typer.Option(min=0.0)] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Only the target's k likeliest tokens; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Only the target's likeliest tokens of this mass.")] = 1.0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the answer.")] = 64,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
     dtype: Annotated[
@@ -209,12 +211,12 @@ def generate(
     tree: dict[str, Any] = {"builder": builder, "budget": budget, "depth": depth, "branching": paths}
     said = describe(verifier, builder, paths, budget, depth)
     if verifier == AUTO:
-        choice = choose_auto(model, loaded, Sampling(temperature), budget)
+        choice = choose_auto(model, loaded, Sampling(temperature, top_k, top_p), budget)
         tree, verifier = {"builder": choice.builder, **vars(choice.shape)}, choice.verifier
         said = f"{choice}, as its calibration says"
     generator = torch.Generator().manual_seed(seed)
     out = decode(
-        model, loaded, prompt_ids, verifier=verifier, temperature=temperature, max_new_tokens=max_new_tokens,
+        model, loaded, prompt_ids, verifier=verifier, temperature=temperature, top_k=top_k, top_p=top_p, max_new_tokens=max_new_tokens,
         generator=generator, **tree,
     )  # fmt: skip
     typer.echo(out.text)

@@ -144,6 +144,11 @@ def _evaluation(recipe: Recipe) -> str | None:
         return line
     if not evaluation.temperatures or not evaluation.verifiers:
         return "'eval.temperatures' and 'eval.verifiers' need at least one entry each"
+    for name in ("tasks", "verifiers", "temperatures"):
+        values = getattr(evaluation, name)
+        twice = next((value for value in values if values.count(value) > 1), None)
+        if twice is not None:
+            return f"'eval.{name}' names {twice} twice: every entry is measured once"
     if not evaluation.decode and evaluation.contexts is None:
         return "'eval' measures nothing: decode is false and 'eval.contexts' is not given"
     if evaluation.decode and not evaluation.tasks:

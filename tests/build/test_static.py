@@ -10,7 +10,7 @@ from fakes import Law, Prefix, TableSession, random_law
 
 from exittrain.build.base import TreeShape
 from exittrain.build.registry import get_builder
-from exittrain.build.static import EAGLE
+from exittrain.build.static import EAGLE, rank_paths
 from exittrain.errors import InputError
 from exittrain.tree.draft_tree import DraftTree
 
@@ -28,6 +28,7 @@ def test_static_shapes() -> None:
     assert static("2-ary", budget=6).parents.tolist() == [-1, 0, 0, 1, 1, 2, 2]
     assert static("2-ary", budget=4).parents.tolist() == [-1, 0, 0, 1, 1]
     assert static("3-ary", depth=1).parents.tolist() == [-1, 0, 0, 0]
+    assert rank_paths(TreeShape(budget=2, branching="99999999999-ary")) == [(), (0,), (1,)]
     assert static([[0], [1], [0, 0]]).parents.tolist() == [-1, 0, 0, 1]
 
 

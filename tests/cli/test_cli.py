@@ -60,6 +60,12 @@ def test_plan_shows_overridden_steps(capsys: pytest.CaptureFixture[str]) -> None
         (["eval", "nowhere.yaml"], "no recipe 'nowhere.yaml'"),
         (["eval", TINY, "--temperature", "hot"], "give numbers with commas between"),
         (["eval", TINY, "--verifiers", "tve"], "did you mean 'tev'?"),
+        (["eval", TINY, "--verifiers", "tev,predraw,tev"], "'eval.verifiers' names tev twice"),
+        (["eval", TINY, "--suite", "oracle", "suite.budgets=[1"], "suite.budgets"),
+        (["eval", TINY, "--suite", "oracle", "suite.study=verifiers"], "cannot be set"),
+        (["eval", "nowhere.yaml", "--suite", "oracle", "--plan"], "no recipe 'nowhere.yaml'"),
+        (["eval", "here", "--suite", "oracle", "--plan", "--target", "x"], "no drafter folder 'here'"),
+        (["eval", "a", "b", "--suite", "verifiers", "--target", "x"], "calibrates one drafter, 2 are named"),
         (["collect", TINY], "has not been run"),
         (["models", "fetch", "smollm"], "no known model 'smollm'"),
     ],
@@ -160,6 +166,15 @@ def test_generate_prints_text_and_block_length(
     assert (code, out) == call(capsys, "generate", "hello", *options)[:2]
 
 
+def test_generate_cuts_the_target_as_served(capsys: pytest.CaptureFixture[str], tiny_target: Path) -> None:
+    """The likeliest token alone is the answer of temperature 0, whatever the seed."""
+    common = ["generate", "hello", "--target", str(tiny_target), "--max-new-tokens", "12"]
+    _, greedy, _ = call(capsys, *common, "--temperature", "0")
+    for cut in (["--top-k", "1"], ["--top-p", "1e-6"]):
+        assert call(capsys, *common, "--seed", "5", *cut)[:2] == (0, greedy)
+    assert call(capsys, *common, "--seed", "5")[1] != greedy
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -189,6 +204,7 @@ def test_generate_draws_trees(
         (["--builder", "static", "--branching", "[[0"], "rank paths such as"),
         (["--verifier", "auto"], "has no calibration for verifier 'auto'"),
         (["--dtype", "bfloat"], "did you mean 'bfloat16'?"),
+        (["--top-p", "0"], "top_p is 0.0"),
     ],
 )
 def test_generate_refuses_in_one_line(

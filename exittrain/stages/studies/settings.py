@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, ValidationError
 
+from exittrain.config.load import parse_yaml
 from exittrain.config.schema import Positive, Section, Temperature
 from exittrain.errors import InputError, nearest
 from exittrain.records.share import share_names, share_path
@@ -112,10 +113,12 @@ def load_suite(name: str, overrides: Sequence[str] = ()) -> TaskSuite | Study:
     if name not in known:
         raise InputError(f"no suite {name!r}{nearest(name, known)} (known: {', '.join(sorted(known))})")
     tree: dict[str, Any] = yaml.safe_load(share_path(f"eval/suites/{name}.yaml").read_text(encoding="utf-8"))
+    schema = SCHEMAS[tree.get("study")]
     for override in overrides:
         key, _, value = override.removeprefix("suite.").partition("=")
-        tree[key] = yaml.safe_load(value)
-    schema = SCHEMAS[tree.get("study")]
+        if key in ("name", "description", "study"):
+            raise InputError(f"suite {name}: {key!r} says what the suite is and cannot be set")
+        tree[key] = parse_yaml(value, f"suite.{key}")
     try:
         return schema.model_validate(tree)
     except ValidationError as error:
