@@ -216,8 +216,8 @@ def generate(
         said = f"{choice}, as its calibration says"
     generator = torch.Generator().manual_seed(seed)
     out = decode(
-        model, loaded, prompt_ids, verifier=verifier, temperature=temperature, top_k=top_k, top_p=top_p, max_new_tokens=max_new_tokens,
-        generator=generator, **tree,
+        model, loaded, prompt_ids, verifier=verifier, temperature=temperature, top_k=top_k, top_p=top_p,
+        max_new_tokens=max_new_tokens, generator=generator, **tree,
     )  # fmt: skip
     typer.echo(out.text)
     said = "plain decoding" if drafter is None else said
