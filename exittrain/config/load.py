@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from exittrain.config.checks import check
 from exittrain.config.schema import Recipe
 from exittrain.errors import InputError, nearest
+from exittrain.records.files import check_lines
 from exittrain.records.share import share_names, share_path
 
 
@@ -30,6 +31,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
         raise InputError(f"cannot read {file}: {reason}") from None
+    check_lines(text, file)
     tree = parse_yaml(text, str(file))
     if not isinstance(tree, dict):
         raise InputError(f"{file} is no recipe: a mapping of sections is expected")

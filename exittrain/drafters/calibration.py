@@ -18,9 +18,10 @@ from exittrain.build.registry import drawn_by
 from exittrain.errors import InputError
 from exittrain.law.sampling import Sampling
 from exittrain.models.folders import write_bytes
+from exittrain.models.sums import CALIBRATION_FILE as CALIBRATION_FILE
+from exittrain.models.sums import sealed, unsealed
 from exittrain.verify.registry import get_verifier
 
-CALIBRATION_FILE = "calibration.json"
 SCHEMA_VERSION = 1
 EQUAL = 1e-6  # block lengths closer than this are the same number: float32 logits give no more
 REMEDY = "measure it with `exittrain eval RUN_OR_DRAFTER --suite verifiers`"
@@ -94,7 +95,8 @@ class Calibration:
     def save(self, folder: str | Path) -> Path:
         """Write calibration.json into the drafter's folder, whole or not at all; returns its path."""
         path = Path(folder) / CALIBRATION_FILE
-        text = json.dumps({"schema_version": SCHEMA_VERSION, **asdict(self)}, indent=2, sort_keys=True, allow_nan=False)
+        data = sealed({"schema_version": SCHEMA_VERSION, **asdict(self)})
+        text = json.dumps(data, indent=2, sort_keys=True, allow_nan=False)
         write_bytes(path, f"{text}\n".encode())
         return path
 
@@ -109,7 +111,7 @@ class Calibration:
         if not path.is_file():
             return None
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = unsealed(json.loads(path.read_text(encoding="utf-8")))
             version = data.pop("schema_version")
             if version != SCHEMA_VERSION:
                 raise InputError(f"its schema is {version}, this version reads {SCHEMA_VERSION}")

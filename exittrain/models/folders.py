@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from exittrain.models.sums import write_list
+
 TEMPORARY = ".tmp-"  # prefix of names that are not finished; never part of a result
 
 
@@ -32,9 +34,10 @@ def write_bytes(path: str | Path, data: bytes) -> None:
 
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder beside `folder` to write into; on success it is synced and takes its place.
+    """A temporary folder beside `folder` to write into; on success it gets a list of its files with their sums
+    (`sums.check_folder`), is synced and takes its place.
 
-    What was there before stays until the new one is complete, and stays for good when the block raises. One writer at a
+    What was there before stays until the new one is complete, and stays for good when anything fails. One writer at a
     time; what an earlier, killed writer left is cleared first.
     """
     partial, old = (folder.parent / f".{folder.name}.{state}" for state in ("partial", "old"))
@@ -47,6 +50,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     readable = partial.stat().st_mode & 0o666  # what the umask leaves of it
     try:
         yield partial
+        write_list(partial)
         for place in (*sorted(partial.rglob("*")), partial):
             if place.is_file():  # safetensors writes for its owner alone: others serve what one trains
                 place.chmod(readable)
@@ -56,6 +60,8 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         os.rename(partial, folder)
         fsync_folder(folder.parent)
     finally:
+        if old.exists() and not folder.exists():  # the second rename failed
+            os.rename(old, folder)
         for leftover in (partial, old):
             shutil.rmtree(leftover, ignore_errors=True)
 

@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from exittrain.errors import InputError, nearest
 from exittrain.models.fetch import KNOWN_MODELS, fetch
+from exittrain.models.sums import check_folder
 
 # What readers of configs, weights and GGUF files raise on files that are absent, foreign, damaged or cut short.
 _UNREADABLE = (
@@ -75,7 +76,8 @@ def load_vocabulary(source: str | Path) -> Vocabulary:
 
 
 def _locate(source: str | Path) -> tuple[str, str, str, dict[str, Any]]:
-    """(where transformers finds it, what messages call it, display name, further arguments) of a model source."""
+    """(where transformers finds it, what messages call it, display name, further arguments) of a model source, its
+    folder's sums compared where it has a list of them."""
     check_source(source)
     path = Path(source).expanduser()
     if not path.exists():
@@ -85,6 +87,7 @@ def _locate(source: str | Path) -> tuple[str, str, str, dict[str, Any]]:
     if path.is_file():
         return str(path.parent), str(path), path.stem, {"gguf_file": path.name}
     if (path / "config.json").exists():
+        check_folder(path)
         return str(path), str(path), path.resolve().name, {}
     return _locate(next(path.glob("*.gguf")))
 

@@ -13,14 +13,27 @@ from exittrain.errors import InputError
 from exittrain.models.folders import TEMPORARY as TEMPORARY
 from exittrain.models.folders import fsync_folder as fsync_folder
 from exittrain.models.folders import write_bytes as write_bytes
+from exittrain.models.sums import is_whole as is_whole
+from exittrain.models.sums import known_sha256 as known_sha256
+from exittrain.models.sums import record_of as record_of
+from exittrain.models.sums import sealed, unsealed
+from exittrain.models.sums import sha256 as sha256
+
+LINE_SEAL = "# sha256 "
+LINE_REMEDY = "of what follows; delete this line to use a file you have changed"
 
 
 def write_text(path: str | Path, text: str) -> None:
     write_bytes(path, text.encode("utf-8"))
 
 
-def write_json(path: str | Path, obj: Any) -> None:
-    """Sorted keys, two spaces, no NaN or infinity (ValueError): the same object is always the same bytes."""
+def write_json(path: str | Path, obj: Any, seal: bool = False) -> None:
+    """Sorted keys, two spaces, no NaN or infinity (ValueError): the same object is always the same bytes.
+
+    seal: a mapping also gets the sha256 of its entries (`own_sha256`), which `read_json` compares and takes off. For
+    what is read back and stands in no list of sums.
+    """
+    obj = sealed(obj) if seal else obj
     write_text(path, json.dumps(obj, sort_keys=True, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
 
 
@@ -28,14 +41,14 @@ def read_json(path: str | Path) -> Any:
     """Parse a JSON file.
 
     Raises:
-        InputError: the file is missing, or is no whole JSON document (truncated).
+        InputError: the file is missing, is no whole JSON document (truncated), or its seal is broken.
     """
     path = Path(path)
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return unsealed(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise InputError(f"{path} does not exist") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise InputError(f"{path} is damaged or truncated ({error}): delete it and run the stage again") from None
 
 
@@ -61,10 +74,24 @@ def clean_temporary(folder: str | Path) -> None:
         folders[:] = [name for name in folders if not name.startswith(TEMPORARY)]
 
 
-def sha256(path: str | Path) -> str:
-    """Hex digest of a file's bytes."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
+def seal_lines(text: str) -> str:
+    """YAML text with a first line that holds its sha256, for `check_lines`."""
+    return f"{LINE_SEAL}{_text_sha256(text)} {LINE_REMEDY}\n{text}"
+
+
+def check_lines(text: str, path: str | Path) -> None:
+    """Text without the line of `seal_lines` passes.
+
+    Raises:
+        InputError: the text below that line is not what was sealed.
+    """
+    first, _, rest = text.partition("\n")
+    if first.startswith(LINE_SEAL) and first[len(LINE_SEAL) :].partition(" ")[0] != _text_sha256(rest):
+        raise InputError(
+            f"{path} is not what exittrain wrote (its sha256 differs): give the recipe it came from; if you changed it "
+            "yourself, delete its first line"
+        )
+
+
+def _text_sha256(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from exittrain.drafters.calibration import CALIBRATION_FILE
 from exittrain.errors import InputError
-from exittrain.records.files import TEMPORARY, read_json, sha256, write_json, write_text
+from exittrain.models.sums import CALIBRATION_FILE
+from exittrain.records.files import TEMPORARY, is_whole, read_json, record_of, seal_lines, write_json, write_text
 from exittrain.records.schema import SCHEMA_VERSION
 
+CHECKPOINT = re.compile(r"(^|/)step-\d+/")
 DONE = "DONE.json"
 STARTED = "STARTED.json"
 UNLISTED = (DONE, STARTED, CALIBRATION_FILE)  # our own marks, and what is measured of a drafter later
-UNLISTED_FOLDERS = ("wandb",)  # wandb goes on writing there, for instance when a run is synchronised later
+UNLISTED_FOLDERS = ("wandb", "tensorboard")  # what others show of the metrics, and write to when they like
 
 
 class RunFolder:
@@ -37,21 +38,36 @@ class RunFolder:
     def stored_key(self, stage: str) -> str | None:
         """The key a finished stage was made with, or None when it is not finished (or its mark is unreadable)."""
         try:
-            done = json.loads((self.path / stage / DONE).read_text(encoding="utf-8"))
+            done = read_json(self.path / stage / DONE)
             whole = done["schema_version"] == SCHEMA_VERSION and isinstance(done["files"], dict)
             return str(done["key"]) if whole else None
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError):  # InputError is a ValueError
             return None
 
-    def damage(self, stage: str) -> str | None:
-        """One line naming the first listed file that is missing or changed; None when all hold."""
+    def mark_damage(self, stage: str) -> str | None:
+        """One line naming a mark of the stage that is there and cannot be read; None when there is none."""
+        for name in (DONE, STARTED):
+            path = self.path / stage / name
+            try:
+                if path.exists():
+                    str(read_json(path)["key"])
+            except (ValueError, KeyError, TypeError):
+                return f"{path} is damaged"
+        return None
+
+    def damage(self, stage: str, results_only: bool = False) -> str | None:
+        """One line naming the first listed file that is missing or changed; None when all hold.
+
+        results_only: checkpoints are left out, which no later stage reads (and who loads one looks at its sums).
+        """
         folder = self.path / stage
         for relative, record in sorted(read_json(folder / DONE)["files"].items()):
             file = folder / relative
+            if (results_only and CHECKPOINT.search(relative)) or is_whole(file, record):
+                continue
             if not file.is_file():
                 return f"{file} is missing"
-            if file.stat().st_size != record["bytes"] or sha256(file) != record["sha256"]:
-                return f"{file} is not what the stage wrote (its sha256 differs)"
+            return f"{file} is not what the stage wrote (its sha256 differs)"
         return None
 
     def is_done(self, stage: str, key: str) -> bool:
@@ -61,8 +77,8 @@ class RunFolder:
     def started_key(self, stage: str) -> str | None:
         """The key under which the stage's unfinished files were made, or None."""
         try:
-            return str(json.loads((self.path / stage / STARTED).read_text(encoding="utf-8"))["key"])
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return str(read_json(self.path / stage / STARTED)["key"])
+        except (ValueError, KeyError, TypeError):
             return None
 
     def begin(self, stage: str, key: str) -> None:
@@ -70,17 +86,18 @@ class RunFolder:
         (self.path / stage / DONE).unlink(missing_ok=True)
         if self.started_key(stage) != key:
             self.reset(stage)
-            write_json(self.path / stage / STARTED, {"key": key})
+            write_json(self.path / stage / STARTED, {"key": key}, seal=True)
 
     def finish(self, stage: str, key: str, extra: Mapping[str, Any] | None = None) -> None:
         """Write DONE.json, last: what is in the folder now is the stage's result. `extra` is stored beside the list."""
         folder = self.path / stage
         files = {
-            file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": sha256(file)}
+            file.relative_to(folder).as_posix(): record_of(file)
             for file in sorted(folder.rglob("*"))
             if file.is_file() and _is_listed(file.relative_to(folder))
         }
-        write_json(folder / DONE, {**(extra or {}), "schema_version": SCHEMA_VERSION, "key": key, "files": files})
+        mark = {**(extra or {}), "schema_version": SCHEMA_VERSION, "key": key, "files": files}
+        write_json(folder / DONE, mark, seal=True)
 
     def done(self, stage: str) -> dict[str, Any]:
         """DONE.json of a finished stage.
@@ -104,11 +121,12 @@ class RunFolder:
         """recipe.yaml as resolved: defaults and overrides written out. `recipe` is a pydantic model."""
         import yaml
 
-        write_text(self.path / "recipe.yaml", yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
+        text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
+        write_text(self.path / "recipe.yaml", seal_lines(text))
 
     def write_provenance(self, provenance: Mapping[str, Any]) -> None:
         """provenance.json: who made this folder, with what (see `runtime.provenance.collect_provenance`)."""
-        write_json(self.path / "provenance.json", dict(provenance))
+        write_json(self.path / "provenance.json", dict(provenance), seal=True)
 
 
 def _is_listed(relative: Path) -> bool:

@@ -19,8 +19,9 @@ from exittrain.law.seeding import generator_for, seed_for
 from exittrain.models.causal import CausalModel
 from exittrain.models.folders import atomic_folder
 from exittrain.models.loading import quiet_transformers
+from exittrain.models.sums import check_folder
 from exittrain.runtime.ranks import all_reduce_sums, barrier, is_main, rank, world_size
-from exittrain.stages.context import StageContext
+from exittrain.stages.context import StageContext, say
 from exittrain.stages.conversations.text import read_text, text_files
 from exittrain.stages.training.loop import Hooks, Sums, train
 from exittrain.stages.training.losses import RowHead, label_loss_sum
@@ -79,15 +80,27 @@ def run_target(context: StageContext) -> None:
 
 
 def corpus_tokenizer(folder: Path, files: Sequence[Path], vocab_size: int) -> Any:
-    """A byte-level BPE learnt from `files`, made once and kept in `folder`/tokenizer; every text has a tokenisation."""
+    """A byte-level BPE learnt from `files`, made once and kept in `folder`/tokenizer; every text has a tokenisation.
+
+    One that is damaged is named and made again, from the same files.
+    """
     from transformers import PreTrainedTokenizerFast
 
-    if is_main() and not (folder / "tokenizer").exists():
+    if is_main() and not _is_whole(folder / "tokenizer"):
         with atomic_folder(folder / "tokenizer") as temporary:
             tokenizer = _train_bpe(files, vocab_size)
             PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END).save_pretrained(temporary)  # type: ignore[no-untyped-call]
     barrier()
     return PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        check_folder(folder)
+    except InputError as error:
+        say(f"{STAGE}: again, because {error}")
+        return False
+    return folder.exists()
 
 
 def _train_bpe(files: Sequence[Path], vocab_size: int) -> Any:
@@ -161,6 +174,9 @@ class LanguageTask:
         self.module = LanguageLoss(model)
         self._model, self._stream, self._length, self._settings = model, stream, section.length, settings
 
+    def runs_module(self, step: int) -> bool:
+        return False
+
     def prepare(self, step: int) -> list[Windows]:
         settings, world = self._settings, world_size()
         generator = generator_for(settings.seed, "windows", step)
@@ -182,7 +198,7 @@ class LanguageTask:
     def state_dict(self) -> dict[str, Any]:
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         pass
 
     @torch.no_grad()

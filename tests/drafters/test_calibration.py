@@ -63,6 +63,7 @@ def change(data: dict, *places: str | int, value: object) -> None:
 def test_what_does_not_belong_is_one_line(tmp_path: Path, places: list, value: object, expected: str) -> None:
     path = calibration().save(tmp_path)
     data = json.loads(path.read_text())
+    del data["own_sha256"]  # written by another hand
     change(data, *places, value=value)
     path.write_text(json.dumps(data))
     with pytest.raises(InputError) as caught:
@@ -70,6 +71,15 @@ def test_what_does_not_belong_is_one_line(tmp_path: Path, places: list, value: o
     line = str(caught.value)
     assert expected in line and str(path) in line and "delete it" in line and "--suite verifiers" in line
     assert "\n" not in line
+
+
+def test_a_changed_number_is_found(tmp_path: Path) -> None:
+    path = calibration().save(tmp_path)
+    text = path.read_text()
+    assert text.count('"expected_block_length": 2.') > 0
+    path.write_text(text.replace('"expected_block_length": 2.', '"expected_block_length": 3.', 1))
+    with pytest.raises(InputError, match=r"calibration\.json cannot be used \(its entries .*delete it"):
+        Calibration.load(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "null", "{}", '{"schema_version": 1}'])

@@ -19,6 +19,7 @@ from exittrain.drafters.formats.tensors import split_tensors
 from exittrain.drafters.head_config import HeadConfig
 from exittrain.errors import InputError
 from exittrain.models.loading import check_weights
+from exittrain.models.sums import check_folder
 
 INDEX, WEIGHTS, OLD_WEIGHTS = "model.safetensors.index.json", "model.safetensors", "pytorch_model.bin"
 
@@ -55,6 +56,7 @@ def read_head(folder: str | Path, num_target_layers: int | None = None) -> HeadC
     Raises InputError, one line, where config or weights are missing, damaged, of another kind or contradict each other.
     """
     path = Path(folder)
+    check_folder(path)
     data = _config_data(path)
     config = parse_config(data, str(path), num_target_layers)
     form = str(form_of(data))

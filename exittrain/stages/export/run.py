@@ -6,6 +6,7 @@ from pathlib import Path
 
 from exittrain.drafters.formats import is_head_folder
 from exittrain.errors import InputError, nearest
+from exittrain.models.sums import check_folder
 from exittrain.stages.export.output import Export
 from exittrain.stages.export.source import ExportSource
 
@@ -21,7 +22,8 @@ def check_form(name: str) -> None:
 
 def export_drafter(source: ExportSource, output: Path, form: str, dtype: str | None = None) -> Export:
     """Write a drafter in that form. Raises InputError as `export_hf` and `export_head` do, and for a drafter of a kind
-    that the form is not for."""
+    that the form is not for, or whose files are damaged."""
+    check_folder(source.folder)
     head = is_head_folder(source.folder)
     if head and form == "hf":
         raise InputError(
