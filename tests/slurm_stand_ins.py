@@ -1,4 +1,4 @@
-"""Stand-ins for SLURM's commands: small shell scripts that keep what they were told in a folder."""
+"""Stand-ins for SLURM's commands: small shell scripts that keep what they were told in a folder. And a run for them."""
 
 from __future__ import annotations
 
@@ -6,20 +6,28 @@ from pathlib import Path
 
 import pytest
 
+from exittrain.config.load import load_recipe
+from exittrain.records.run_folder import RunFolder
+from exittrain.stages.context import StageContext
 from exittrain.stages.submit.profile import Profile, build_profile
+
+TINY = Path(__file__).resolve().parent / "fixtures/tiny.yaml"
 
 STAND_INS = {
     "sbatch": """
 number=$(($(cat "$state/number") + 1)) script=${@: -1}
 echo $number > "$state/number"
 echo "$number: $*" >> "$state/sbatch.txt"
+env > "$state/environment.txt"
 if [ -f "$state/refuse" ] && [[ $script == *$(cat "$state/refuse")* ]]; then
   echo "sbatch: error: invalid partition specified: nowhere" >&2
   echo "sbatch: error: Batch job submission failed: Invalid partition name specified" >&2
   exit 1
 fi
 name=$(sed -n 's/^#SBATCH --job-name=//p' "$script") waits="JobState=PENDING Reason=Dependency"
-echo "JobId=$number JobName=$name UserId=u(1) $waits Restarts=0 NodeList=(null) ExitCode=0:0" > "$state/$number"
+tasks=$(sed -n 's/^#SBATCH --array=//p' "$script")
+who="JobId=$number ${tasks:+ArrayJobId=$number ArrayTaskId=$tasks }JobName=$name UserId=u(1)"
+echo "$who $waits Restarts=0 NodeList=(null) ExitCode=0:0" > "$state/$number"
 echo "$number;cluster"
 """,
     "scontrol": """
@@ -49,3 +57,24 @@ def stand_ins(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def profile_of(**tree: object) -> Profile:
     return build_profile(tree, [], "profile")
+
+
+def tiny_context(folder: Path) -> StageContext:
+    """The tiny recipe with its run and its data in `folder`."""
+    corpus = folder / "corpus"
+    corpus.mkdir()
+    for i in range(4):
+        (corpus / f"{i}.py").write_text(f"value = {i}\n" * 400)
+    return StageContext(load_recipe(TINY, local(folder)), RunFolder(folder / "run"))
+
+
+def local(folder: Path) -> list[str]:
+    """Overrides that put the tiny recipe into `folder`."""
+    corpus = folder / "corpus"
+    return [f"target.scratch.corpus={corpus}", f"data.train.path={corpus}", f"run_dir={folder / 'run'}"]
+
+
+def finish(context: StageContext, *stages: str) -> None:
+    for stage in stages:
+        context.run.begin(stage, context.stage_key(stage))
+        context.run.finish(stage, context.stage_key(stage))

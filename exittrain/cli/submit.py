@@ -27,7 +27,8 @@ def submit(
 ) -> None:
     """Submit a run to SLURM, one job a stage, each after the one before it.
 
-    A profile says what the jobs ask for; profile.time=02:00:00 overrides it. Stages that are done are left out, so the
+    A profile says what the jobs ask for; profile.time=02:00:00 overrides it. collect and eval may each be an array of
+    jobs: profile.stages.collect.array=8. Stages that are done are left out, so the
     same command goes on with a run that was stopped. A job told to stop saves and requeues itself.
     """
     from exittrain.config.load import load_recipe
@@ -44,7 +45,8 @@ def submit(
         return
     submitted = submit_chain(context, settings)
     for i, job in enumerate(submitted):
-        typer.echo(f"{job.stage:<8}{job.job_id}" + (f" after {submitted[i - 1].job_id}" if i else ""))
+        parts = f" ({job.parts} jobs)" if job.parts > 1 else ""
+        typer.echo(f"{job.stage:<8}{job.job_id}{parts}" + (f" after {submitted[i - 1].job_id}" if i else ""))
     if submitted:
         typer.echo(f"exittrain status {context.run.path}")
     else:

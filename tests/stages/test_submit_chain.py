@@ -1,28 +1,22 @@
-"""The chain of jobs and its status, with stand-ins for SLURM's commands; tests/slurm has the real ones."""
+"""The chain of jobs, with stand-ins for SLURM's commands; tests/slurm has the real ones."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from slurm_stand_ins import profile_of, stand_ins
+from slurm_stand_ins import TINY, finish, local, profile_of, stand_ins, tiny_context
 
 from exittrain.cli.main import main
 from exittrain.config.load import load_recipe
 from exittrain.errors import InputError
-from exittrain.records.run_folder import RunFolder
 from exittrain.runtime.lock import hold, is_held
 from exittrain.stages.context import StageContext
 from exittrain.stages.submit import chain, commands
 from exittrain.stages.submit.chain import chosen_profile, plan_text, stage_jobs, submit
 from exittrain.stages.submit.profile import VERBS, load_profile
 from exittrain.stages.submit.record import read_record
-from exittrain.stages.submit.status import read_status
-from exittrain.stages.submit.status import render as render_status
-
-TINY = Path(__file__).resolve().parents[1] / "fixtures/tiny.yaml"
 
 
 @pytest.fixture
@@ -32,23 +26,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def context(tmp_path: Path) -> StageContext:
-    corpus = tmp_path / "corpus"
-    corpus.mkdir()
-    for i in range(4):
-        (corpus / f"{i}.py").write_text(f"value = {i}\n" * 400)
-    return StageContext(load_recipe(TINY, local(tmp_path)), RunFolder(tmp_path / "run"))
-
-
-def local(folder: Path) -> list[str]:
-    """Overrides that put the tiny recipe into `folder`."""
-    corpus = folder / "corpus"
-    return [f"target.scratch.corpus={corpus}", f"data.train.path={corpus}", f"run_dir={folder / 'run'}"]
-
-
-def finish(context: StageContext, *stages: str) -> None:
-    for stage in stages:
-        context.run.begin(stage, context.stage_key(stage))
-        context.run.finish(stage, context.stage_key(stage))
+    return tiny_context(tmp_path)
 
 
 def test_a_chain_is_submitted_held_and_let_go_when_it_is_whole(slurm: Path, context: StageContext) -> None:
@@ -97,6 +75,52 @@ def test_a_chain_in_the_queue_is_not_doubled(slurm: Path, context: StageContext)
         submit(context, profile_of())
     assert (context.run.path / "slurm/jobs.json").read_bytes() == before
     assert len((slurm / "sbatch.txt").read_text().splitlines()) == 6
+
+
+def test_a_chain_that_runs_is_told_by_its_jobs_not_by_its_lock(slurm: Path, context: StageContext) -> None:
+    submit(context, profile_of())
+    with hold(context.run.path), pytest.raises(InputError, match="is in the queue"):  # a job holds it
+        submit(context, profile_of())
+
+
+def test_arrays_are_links_of_the_chain_like_other_jobs(
+    slurm: Path, context: StageContext, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = profile_of(stages={"collect": {"array": 8}, "eval": {"array": 2}})
+    jobs = submit(context, profile)
+    assert [job.parts for job in jobs] == [1, 1, 3, 1, 2, 1]
+    assert jobs[2].ids() == ["43_0", "43_1", "43_2"] and jobs[3].ids() == ["44"]
+    assert "collect: 3 job(s), not 8: the recipe has 3 shard(s) (collect.shards)\n" in capsys.readouterr().err
+    run = context.run.path
+    assert "#SBATCH --array=0-2\n" in (run / "slurm/collect.sbatch").read_text()
+    assert "--dependency=afterok:43 " in (slurm / "sbatch.txt").read_text().splitlines()[3]
+    record = read_record(run)
+    assert record is not None and record.jobs == tuple(jobs)
+    assert chosen_profile(None, [], run) == profile  # as it was given: a recipe of more shards may need them all
+    for number in (41, 42, 44, 45, 46):
+        (slurm / str(number)).unlink()
+    with pytest.raises(InputError, match=r"is in the queue \(collect\).*`scancel 43`"):
+        submit(context, profile)
+    (slurm / "43").unlink()
+    (slurm / "refuse").write_text("report.sbatch")
+    with pytest.raises(InputError, match="sbatch refused"):
+        submit(context, profile)
+    assert (slurm / "scancel.txt").read_text() == "47 48 49 50 51\n"
+    with pytest.raises(SystemExit) as caught:
+        main(["submit", str(TINY), *local(tmp_path), "--plan", "profile.stages.eval.array=4"])
+    assert not caught.value.code and "#SBATCH --array=0-3\n" in capsys.readouterr().out
+
+
+def test_jobs_start_from_what_the_profile_says_not_from_the_shell(
+    slurm: Path, context: StageContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As inside salloc, under a launcher, and with variables that sbatch would heed before the script."""
+    for name in ("SLURM_JOB_ID", "SLURM_NTASKS", "RANK", "SBATCH_ACCOUNT", "SBATCH_ARRAY_INX", "SBATCH_QOS"):
+        monkeypatch.setenv(name, "7")
+    submit(context, profile_of(account="mine"))
+    given = {line.partition("=")[0] for line in (slurm / "environment.txt").read_text().splitlines()}
+    assert "SBATCH_QOS" in given
+    assert not given & {"SLURM_JOB_ID", "SLURM_NTASKS", "RANK", "SBATCH_ACCOUNT", "SBATCH_ARRAY_INX"}
 
 
 def test_what_is_refused_is_taken_back(slurm: Path, context: StageContext) -> None:
@@ -161,76 +185,3 @@ def test_bad_input_of_a_recipe_is_found_before_anything_is_submitted(slurm: Path
     with pytest.raises(InputError, match="/none does not exist"):
         submit(StageContext(recipe, context.run), profile_of())
     assert not (slurm / "sbatch.txt").exists() and not context.run.path.exists()
-
-
-def states(folder: Path) -> dict[str, str]:
-    return {one.stage: one.state for one in read_status(folder).stages}
-
-
-def test_status_follows_jobs_marks_and_metrics(slurm: Path, context: StageContext) -> None:
-    finish(context, "target", "data")
-    submit(context, profile_of())
-    run = context.run.path
-    warmup, collect = (slurm / "41").read_text(), (slurm / "42").read_text()
-    running = warmup.replace("PENDING", "RUNNING").replace("(null)", "n[1-2]").replace("Restarts=0", "Restarts=2")
-    (slurm / "41").write_text(running)
-    (run / "warmup").mkdir()
-    rows = [{"step": step, "time/step_seconds": 0.5} for step in (1, 2)]
-    (run / "warmup/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 3, "tim')
-    shown = render_status(read_status(run))
-    assert "warmup      41   running on n[1-2], requeued 2 times  step 2 of 8, 2.00 steps/s, 3 s left" in shown
-    assert states(run)["target"] == states(run)["data"] == "done"
-    assert states(run)["eval"] == "pending (Dependency)"
-
-    finish(context, "warmup")
-    (slurm / "41").unlink()
-    (slurm / "42").write_text(collect.replace("PENDING", "FAILED").replace("ExitCode=0:0", "ExitCode=3:0"))
-    (run / "slurm/logs/collect-42.log").write_text("why")
-    assert states(run)["warmup"] == "done" and states(run)["collect"] == "failed with 3"
-    assert f"collect wrote {run / 'slurm/logs/collect-42.log'}" in render_status(read_status(run))
-
-
-def test_status_without_slurm_takes_the_jobs_own_words(
-    slurm: Path, context: StageContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    submit(context, profile_of())
-    run = context.run.path
-    (run / "slurm/events.txt").write_text("T 41 data started on n1\nT 41 data ended with 1\nT 42 warm")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert states(run)["data"] == "ended with 1" and states(run)["warmup"] == "submitted"
-    assert "SLURM is not on this machine" in render_status(read_status(run))
-
-
-def test_status_of_a_run_that_was_never_submitted(context: StageContext, capsys: pytest.CaptureFixture[str]) -> None:
-    finish(context, "target", "data", "warmup", "collect")
-    run = context.run.path
-    context.run.write_recipe(context.recipe)
-    context.run.begin("train", context.stage_key("train"))
-    finish(context, "train/token")
-    with hold(run):
-        assert states(run)["train"] == "running" and states(run)["eval"] == "not started"
-    assert states(run)["train"] == "stopped" and states(run)["  token"] == "done"
-    with pytest.raises(SystemExit) as caught:
-        main(["status", str(run)])
-    assert not caught.value.code and "tiny in " in capsys.readouterr().out
-
-
-def test_status_of_what_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="is no run folder"):
-        read_status(tmp_path / "none")
-    with pytest.raises(InputError, match=r"without recipe\.yaml"):
-        read_status(tmp_path)
-
-
-def test_a_damaged_record_is_named(slurm: Path, context: StageContext) -> None:
-    submit(context, profile_of())
-    file = context.run.path / "slurm/jobs.json"
-    whole = file.read_text()
-    for text in (
-        whole[:40],
-        whole.replace('"jobs"', '"job"'),
-        whole.replace('"schema_version": 1', '"schema_version": 9'),
-    ):
-        file.write_text(text)
-        with pytest.raises(InputError, match=r"jobs\.json"):
-            read_status(context.run.path)

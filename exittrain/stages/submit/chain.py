@@ -1,8 +1,8 @@
 """A run as a chain of SLURM jobs, one a stage, each after the one before it has ended well.
 
 Nothing is half submitted: the first job is held until all of the chain are in the queue and written down, and what
-SLURM took is cancelled when it refuses the rest. A stage that several jobs could share is still one job; the place for
-an array is `stage_jobs`, which may give a stage more than one script.
+SLURM took is cancelled when it refuses the rest. A stage made of pieces may be an array, one job to SLURM's commands:
+it is submitted, held, released, waited for and cancelled by one number.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from exittrain.config.schema import Recipe
 from exittrain.errors import InputError
 from exittrain.records.files import write_text
 from exittrain.runtime.lock import hold
@@ -20,19 +21,20 @@ from exittrain.stages.plan import check_disk
 from exittrain.stages.run import wanted
 from exittrain.stages.sources import check_sources
 from exittrain.stages.submit import commands
-from exittrain.stages.submit.profile import DEFAULT, VERBS, Profile, Verb, build_profile, load_profile
+from exittrain.stages.submit.profile import DEFAULT, VERBS, Profile, Verb, build_profile, load_profile, resources
 from exittrain.stages.submit.record import FILE, Job, Record, read_record
-from exittrain.stages.submit.script import log_folder, render, script_folder
+from exittrain.stages.submit.script import event_folder, log_folder, render, script_folder
 
 
 @dataclass(frozen=True)
 class StageJob:
-    """A job to be: its script's text, and the file it goes to, relative to the run folder."""
+    """A job to be: its script's text, the file it goes to, relative to the run folder, and the tasks of its array."""
 
     stage: Verb
     name: str
     script: str
     text: str
+    parts: int
 
 
 def chosen_profile(name: str | None, overrides: Sequence[str], run: Path) -> Profile:
@@ -57,12 +59,25 @@ def stage_jobs(context: StageContext, profile: Profile) -> list[StageJob]:
     check_sources(context, names)
     run, todo = context.run, [name for name in names if not context.run.is_done(name, context.stage_key(name))]
     folder, path = Path.cwd(), run.path.resolve()
-    jobs = []
-    for verb in VERBS:
-        text = render(profile, verb, context.recipe.name, path, folder) if verb in names else ""
+    profile, jobs = _with_pieces_for_all(profile, context.recipe, todo), []
+    for verb in (verb for verb in VERBS if verb in names):
+        text, parts = render(profile, verb, context.recipe.name, path, folder), resources(profile, verb).array
         if verb in todo or (verb == "data" and "target" in todo):
-            jobs.append(StageJob(verb, f"{context.recipe.name}-{verb}", f"slurm/{verb}.sbatch", text))
+            jobs.append(StageJob(verb, f"{context.recipe.name}-{verb}", f"slurm/{verb}.sbatch", text, parts))
     return jobs
+
+
+def _with_pieces_for_all(profile: Profile, recipe: Recipe, todo: Sequence[str]) -> Profile:
+    """An array of more jobs than collect has shards would leave some with nothing to do: it gets as many as shards."""
+    own = profile.stages.get("collect")
+    if recipe.collect is None or own is None or own.array is None or own.array <= recipe.collect.shards:
+        return profile
+    shards = recipe.collect.shards
+    if "collect" in todo:
+        say(f"collect: {shards} job(s), not {own.array}: the recipe has {shards} shard(s) (collect.shards)")
+    return profile.model_copy(
+        update={"stages": {**profile.stages, "collect": own.model_copy(update={"array": shards})}}
+    )
 
 
 def plan_text(jobs: Sequence[StageJob], run: Path) -> str:
@@ -89,9 +104,11 @@ def submit(context: StageContext, profile: Profile) -> list[Job]:
         raise InputError("sbatch is not on PATH, so nothing can be submitted here: --plan prints the scripts")
     check_disk(context.recipe, run)
     keys = {name: context.stage_key(name) for name in wanted(context)}
+    _refuse_a_live_chain(run)  # before the lock too, which a job that runs would hold
     with hold(run):
         _refuse_a_live_chain(run)
         log_folder(run).mkdir(parents=True, exist_ok=True)
+        event_folder(run).mkdir(exist_ok=True)
         for job in jobs:
             write_text(run / job.script, job.text)
         record = _submit_all(jobs, run, Record(keys, profile.model_dump(mode="json")))
@@ -115,8 +132,7 @@ def _refuse_a_live_chain(run: Path) -> None:
 
 
 def _is_live(job: Job) -> bool:
-    state = commands.job_state(job.job_id)
-    return state is not None and state.is_live and state.name == job.name
+    return any(state.is_live and state.name == job.name for state in commands.job_states(job.job_id))
 
 
 def _submit_all(jobs: Sequence[StageJob], run: Path, record: Record) -> Record:
@@ -126,7 +142,8 @@ def _submit_all(jobs: Sequence[StageJob], run: Path, record: Record) -> Record:
     try:
         for job in jobs:
             after = taken[-1].job_id if taken else None
-            taken.append(Job(job.stage, commands.sbatch(run / job.script, after, after is None), job.name, job.script))
+            job_id = commands.sbatch(run / job.script, after, after is None)
+            taken.append(Job(job.stage, job_id, job.name, job.script, job.parts))
             record = Record(record.keys, record.profile, tuple(taken))
             record.write(run)
         return record

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,10 @@ SECONDS = 60.0
 
 @dataclass(frozen=True)
 class JobState:
-    """What the controller says of a job. state: PENDING, RUNNING, COMPLETED, ...; reason: why it waits or ended."""
+    """What the controller says of a job, or of some tasks of an array.
+
+    state: PENDING, RUNNING, COMPLETED, ...; reason: why it waits or ended; tasks: their numbers, none for a single job.
+    """
 
     name: str
     state: str
@@ -29,6 +32,7 @@ class JobState:
     nodes: str
     restarts: int
     exit_code: int
+    tasks: tuple[int, ...] = ()
 
     @property
     def is_live(self) -> bool:
@@ -48,7 +52,7 @@ def sbatch(script: Path, after: str | None, held: bool) -> str:
     options = ["--parsable", *(["--hold"] if held else [])]
     if after is not None:
         options += [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"]
-    done = _run(["sbatch", *options, str(script)])
+    done = _run(["sbatch", *options, str(script)], script=script.read_text(encoding="utf-8"))
     job_id = done.stdout.strip().partition(";")[0]
     if done.returncode != 0 or not job_id.isdigit():
         raise InputError(f"sbatch refused {script}: {_one_line(done) or 'it printed no job id'}")
@@ -72,19 +76,25 @@ def cancel(job_ids: Sequence[str]) -> str | None:
     return None if done is None or done.returncode == 0 else _one_line(done)
 
 
-def job_state(job_id: str) -> JobState | None:
-    """A job as the controller knows it; None when it has forgotten it (minutes after the job's end).
+def job_states(job_id: str) -> list[JobState]:
+    """A job as the controller knows it; an array in several records, each of some of its tasks. Empty when it has
+    forgotten the job (minutes after its end); of an array it may have forgotten some tasks.
 
     Raises:
         InputError: the controller cannot be asked.
     """
-    done = _run(["scontrol", "show", "job", "--oneliner", job_id])
+    whole_lists = {"SLURM_BITSTR_LEN": "0"}  # else the numbers of many tasks are cut short
+    done = _run(["scontrol", "show", "job", "--oneliner", job_id], whole_lists)
     if done.returncode != 0:
         if "Invalid job id" in done.stderr:
-            return None
+            return []
         raise InputError(f"scontrol cannot be asked about job {job_id}: {_one_line(done)}")
-    found = dict(re.findall(r"(?:^|\s)(\w+)=(\S*)", done.stdout))
-    name = re.search(r"JobName=(.*?) UserId=", done.stdout)
+    return [_job_state(line) for line in done.stdout.splitlines() if line.startswith("JobId=")]
+
+
+def _job_state(line: str) -> JobState:
+    found = dict(re.findall(r"(?:^|\s)(\w+)=(\S*)", line))
+    name = re.search(r"JobName=(.*?) UserId=", line)
     return JobState(
         name=name[1] if name else "",
         state=found.get("JobState", ""),
@@ -92,14 +102,24 @@ def job_state(job_id: str) -> JobState | None:
         nodes=found.get("NodeList", ""),
         restarts=int(found.get("Restarts", "0")),
         exit_code=int(found.get("ExitCode", "0:0").partition(":")[0]),
+        tasks=_numbers(found.get("ArrayTaskId", "")),
     )
 
 
-def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def _numbers(text: str) -> tuple[int, ...]:
+    """`0-2,5%4`: tasks 0, 1, 2 and 5, of which at most 4 run at once; `0-6:2` goes by twos."""
+    numbers: list[int] = []
+    for first, last, step in re.findall(r"(\d+)(?:-(\d+))?(?::(\d+))?", text.partition("%")[0]):
+        numbers += range(int(first), int(last or first) + 1, int(step or 1))
+    return tuple(numbers)
+
+
+def _run(
+    command: Sequence[str], variables: Mapping[str, str] | None = None, script: str = ""
+) -> subprocess.CompletedProcess[str]:
+    environment = {**variables_for(os.environ, script), **(variables or {})}
     try:
-        return subprocess.run(
-            command, env=variables_for(os.environ), capture_output=True, text=True, timeout=SECONDS, check=False
-        )
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False)
     except FileNotFoundError:
         raise InputError(f"{command[0]} is not on PATH: this machine has no SLURM") from None
     except subprocess.TimeoutExpired:

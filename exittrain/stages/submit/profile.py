@@ -23,7 +23,8 @@ FOLDER = "slurm/profiles"
 DEFAULT = "cpu"
 Verb = Literal["data", "warmup", "collect", "train", "eval", "report"]
 VERBS: tuple[Verb, ...] = ("data", "warmup", "collect", "train", "eval", "report")  # `data` makes a target too
-ONE_TASK = ("data", *ALONE)  # the main rank's work: more processes would wait
+FEW = ("data", *ALONE)  # most of it is one process's work: a profile's nodes are not meant for it
+SPLIT = ("collect", "eval")  # made of pieces that the jobs of an array share
 OURS = (
     "array", "a", "dependency", "d", "output", "o", "kill-on-invalid-dep", "no-requeue", "signal", "parsable", "hold",
     "H", "wrap",
@@ -62,6 +63,7 @@ class StageResources(Section):
     cpus_per_task: Positive | None = None
     gpus_per_node: Gpus | None = None
     memory: Word | None = None
+    array: Positive | None = None  # so many jobs share the stage, each with these resources
     sbatch: list[Flag] | None = None
 
 
@@ -96,25 +98,30 @@ class Resources(Section):
     cpus_per_task: int
     gpus_per_node: int
     memory: str | None
+    array: int  # 1: a job that is no array
     sbatch: list[str]
 
 
 def resources(profile: Profile, stage: Verb) -> Resources:
-    """The profile for one stage. A stage that one process does gets one node, one task and at most one GPU.
+    """The profile for one stage. Where one process does all or most, that is one node, one task and at most one GPU;
+    `data` may have more, of which only answers that the target writes make use.
 
     Raises:
-        InputError: several tasks for such a stage, a time that leaves no room for the signal before its end.
+        InputError: several tasks for such a stage, an array for a stage without pieces, a time that leaves no room for
+            the signal before its end.
     """
     own = profile.stages.get(stage, StageResources())
-    common = profile.model_dump(include=set(StageResources.model_fields))
-    if stage in ONE_TASK:
-        for name in ("nodes", "tasks_per_node"):
-            if (getattr(own, name) or 1) > 1:
-                raise InputError(f"profile: stages.{stage}.{name} must be 1: one process does this stage")
-        few = {"nodes": 1, "tasks_per_node": 1, "gpus_per_node": min(profile.gpus_per_node, 1)}
-        common.update(few)
-    merged = common | own.model_dump(exclude_none=True)
+    if (own.array or 1) > 1 and stage not in SPLIT:
+        raise InputError(f"profile: stages.{stage}.array must be 1: only {' and '.join(SPLIT)} can be an array of jobs")
+    common = profile.model_dump(include=set(StageResources.model_fields) - {"array"})
+    if stage in FEW:
+        tasks = 1 if stage in ALONE else None
+        common.update(nodes=1, tasks_per_node=tasks, gpus_per_node=min(profile.gpus_per_node, 1))
+    merged = {**common, "array": 1, **own.model_dump(exclude_none=True)}
     merged["tasks_per_node"] = merged["tasks_per_node"] or max(merged["gpus_per_node"], 1)
+    many = next((name for name in ("nodes", "tasks_per_node") if stage in ALONE and merged[name] > 1), None)
+    if many:
+        raise InputError(f"profile: stages.{stage}.{many} must be 1: one process does this stage")
     if seconds_of(merged["time"]) <= profile.signal_seconds:
         raise InputError(
             f"profile: {stage} has a time of {merged['time']}, which must be longer than signal_seconds "

@@ -1,4 +1,4 @@
-"""What was submitted of a run: slurm/jobs.json, written anew after every job that SLURM took."""
+"""What was submitted of a run (slurm/jobs.json, written after every job that SLURM took), and the jobs' own words."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from exittrain.errors import InputError
 from exittrain.records.files import read_json, write_json
-from exittrain.stages.submit.script import EVENTS, script_folder
+from exittrain.stages.submit.script import event_folder, script_folder
 
 FILE = "jobs.json"
 SCHEMA_VERSION = 1
@@ -16,12 +16,17 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class Job:
-    """name: as SLURM shows it; script: relative to the run folder."""
+    """name: as SLURM shows it; script: relative to the run folder; parts: the tasks of an array, numbered from 0."""
 
     stage: str
     job_id: str
     name: str
     script: str
+    parts: int = 1
+
+    def ids(self) -> list[str]:
+        """Of what runs by itself: the job, or each task of the array."""
+        return [f"{self.job_id}_{i}" for i in range(self.parts)] if self.parts > 1 else [self.job_id]
 
 
 @dataclass(frozen=True)
@@ -60,18 +65,18 @@ def read_record(run: Path) -> Record | None:
 
 @dataclass(frozen=True)
 class Events:
-    """What the jobs themselves have written down, oldest first: (time, job id, stage, words)."""
+    """What the jobs themselves have written down, oldest first: (time, job or array task, stage, words)."""
 
     rows: tuple[tuple[str, str, str, str], ...] = field(default=())
 
     def last(self, job_id: str) -> str:
-        """The last words of a job; empty when it has not started."""
+        """The last words of a job or an array's task; empty when it has not started."""
         return next((words for _, job, _, words in reversed(self.rows) if job == job_id), "")
 
 
 def read_events(run: Path) -> Events:
-    """slurm/events.txt; lines cut short are left out."""
-    path = script_folder(run) / EVENTS
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-    parts = [line.split(" ", 3) for line in lines]
+    """The files of slurm/events; lines cut short are left out."""
+    files = sorted(event_folder(run).glob("*.txt"))
+    lines = [line for file in files for line in file.read_text(encoding="utf-8", errors="replace").splitlines()]
+    parts = sorted((line.split(" ", 3) for line in lines), key=lambda p: p[0])  # lines of one second stay in order
     return Events(tuple((p[0], p[1], p[2], p[3]) for p in parts if len(p) == 4))

@@ -12,10 +12,15 @@ import jinja2
 
 from exittrain.errors import InputError
 from exittrain.records.share import share_path
+from exittrain.runtime.ranks import LAUNCHER
+from exittrain.runtime.slurm import OTHER_LAUNCHERS
 from exittrain.stages.submit.profile import Profile, Verb, resources
 
 TEMPLATE = "slurm/stage.sbatch"
-EVENTS = "events.txt"
+OURS = (
+    "ARRAY_INX", "ERROR", "INPUT", "JOB_NAME", "NO_REQUEUE", "OPEN_MODE", "OUTPUT", "REQUEUE", "SIGNAL", "TIMELIMIT",
+    "WAIT",
+)  # fmt: skip
 
 
 def script_folder(run: Path) -> Path:
@@ -23,8 +28,13 @@ def script_folder(run: Path) -> Path:
     return run / "slurm"
 
 
+def event_folder(run: Path) -> Path:
+    """Where jobs write down what happens to them, each in a file of its own: several nodes may do so at once."""
+    return script_folder(run) / "events"
+
+
 def log_file(run: Path, stage: str, job_id: str) -> Path:
-    """What a job prints, over all its lives."""
+    """What a job prints, over all its lives. job_id: of an array's task, ARRAY_TASK."""
     return log_folder(run) / f"{stage}-{job_id}.log"
 
 
@@ -39,16 +49,18 @@ def render(profile: Profile, stage: Verb, name: str, run: Path, folder: Path) ->
     Raises:
         InputError: a path that a batch script cannot hold, or resources that do not fit the stage.
     """
+    asked = resources(profile, stage)
+    number = "%A_%a.log" if asked.array > 1 else "%j.log"
     shared = profile.model_dump(include={"account", "signal_seconds", "requeues", "modules", "venv", "setup", "srun"})
     return _environment().from_string(share_path(TEMPLATE).read_text(encoding="utf-8")).render(
         **shared,
-        **resources(profile, stage).model_dump(),
+        **asked.model_dump(),
         stage=stage,
         name=f"{name}-{stage}",
         run=str(run),
         folder=str(folder),
-        log=str(log_file(run, stage, "JOB")).replace("%", "%%").replace("JOB.log", "%j.log"),
-        events=str(script_folder(run) / EVENTS),
+        log=str(log_file(run, stage, "JOB")).replace("%", "%%").replace("JOB.log", number),
+        events=str(event_folder(run)),
         command=command(profile),
     )  # fmt: skip
 
@@ -77,13 +89,16 @@ def _option(value: str) -> str:
     return value if re.fullmatch(r"[\w./:@%+=,-]+", value) else f'"{value}"'
 
 
-def variables_for(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment that jobs start from: what an allocation or a launcher around the submitting shell has set would
-    be taken for the job's own."""
+def variables_for(environment: Mapping[str, str], script: str = "") -> dict[str, str]:
+    """The environment that jobs start from. What an allocation or a launcher around the submitting shell has set would
+    be taken for the job's own, and sbatch heeds its variables more than the script, which says what is wanted."""
     kept = ("SLURM_CONF", "SLURM_CLUSTERS")
-    launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    said = [option.upper().replace("-", "_") for option in re.findall(r"^#SBATCH --([\w-]+)", script, re.MULTILINE)]
+    dropped = {*LAUNCHER, *OTHER_LAUNCHERS, *(f"SBATCH_{name}" for name in (*OURS, *said))}
+    if "MEM" in said:
+        dropped.add("SBATCH_MEM_PER_NODE")
     return {
         name: value
         for name, value in environment.items()
-        if name not in launcher and (name in kept or not name.startswith("SLURM_"))
+        if name not in dropped and (name in kept or not name.startswith("SLURM_"))
     }

@@ -5,11 +5,10 @@ Everything is read from files that the stages write anyway, so a run that was ne
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
-from typing import Any
 
 from exittrain.config.load import load_recipe
 from exittrain.config.schema import Recipe, TrainSection
@@ -19,11 +18,10 @@ from exittrain.records.run_folder import RunFolder
 from exittrain.runtime.lock import is_held
 from exittrain.stages.context import StageContext
 from exittrain.stages.run import wanted
-from exittrain.stages.submit.commands import JobState, has_slurm, job_state
+from exittrain.stages.submit.commands import JobState, has_slurm, job_states
+from exittrain.stages.submit.progress import pieces_done, steps_done
 from exittrain.stages.submit.record import Events, Job, Record, read_events, read_record
 from exittrain.stages.submit.script import log_file
-
-RATED_ROWS = 20  # of the metrics, the newest: a rate of now
 
 
 @dataclass(frozen=True)
@@ -56,11 +54,11 @@ def read_status(folder: Path) -> RunStatus:
     if not folder.is_dir():
         raise InputError(f"{folder} is no run folder: give the folder of a run, such as runs/quickstart")
     recipe, run, record = load_recipe(folder), RunFolder(folder), read_record(folder)
-    asked: dict[str, JobState | None] = {}
+    asked: dict[str, list[JobState]] = {}
     note = ""
     if record is not None and record.jobs:
         try:
-            asked = {job.job_id: job_state(job.job_id) for job in record.jobs} if has_slurm() else {}
+            asked = {job.job_id: job_states(job.job_id) for job in record.jobs} if has_slurm() else {}
             note = "" if has_slurm() else "SLURM is not on this machine: states are those that the jobs wrote down"
         except InputError as error:
             note = str(error)
@@ -73,7 +71,7 @@ class _Reader:
     recipe: Recipe
     run: RunFolder
     record: Record | None
-    jobs: dict[str, JobState | None]
+    jobs: dict[str, list[JobState]]
     events: Events
     held: bool
 
@@ -81,9 +79,9 @@ class _Reader:
         rows, working = [], self.held
         for stage in wanted(StageContext(self.recipe, self.run)):
             job = self.record.job_of(stage) if self.record else None
-            state, ended_badly = self._state(stage, job, working)
+            state, failed = self._state(stage, job, working)
             working = working and state == "done"  # one process at a time: the first that is not done
-            log = log_file(self.run.path, job.stage, job.job_id) if job and ended_badly else None
+            log = log_file(self.run.path, job.stage, failed) if job and failed else None
             progress = "" if state == "done" else self._progress(stage)
             rows.append(StageStatus(stage, job.job_id if job else "", state, progress, log))
             if stage == "train" and state != "done" and self.recipe.train is not None:
@@ -91,29 +89,33 @@ class _Reader:
                 rows += [StageStatus(f"  {arm}", "", *self._arm(arm, train)) for arm in train.arms]
         return rows
 
-    def _state(self, stage: str, job: Job | None, working: bool) -> tuple[str, bool]:
-        """In words, and whether it ended badly."""
+    def _state(self, stage: str, job: Job | None, working: bool) -> tuple[str, str]:
+        """In words, and the job or the array's task that ended badly, if one did."""
         stored = self.run.stored_key(stage)
         if stored is not None and stored == (self.record.keys.get(stage, stored) if self.record else stored):
-            return "done", False
+            return "done", ""
         if job is not None:
-            return _of_job(self.jobs.get(job.job_id), job, self.events.last(job.job_id))
+            states = [state for state in self.jobs.get(job.job_id, []) if state.name == job.name]
+            own_words = {one: self.events.last(one) for one in job.ids()}
+            if job.job_id in self.jobs and not any(state.is_live for state in states):  # SLURM forgets what has ended
+                own_words = {one: words if words.startswith("ended") else "gone" for one, words in own_words.items()}
+            if job.parts > 1:
+                return _of_array(states, job, own_words)
+            return _of_job(states[0] if states else None, job.job_id, own_words[job.job_id])
         if working:
-            return "running", False
-        return ("stopped" if self.run.started_key(stage) else "not started"), False
+            return "running", ""
+        return ("stopped" if self.run.started_key(stage) else "not started"), ""
 
     def _progress(self, stage: str) -> str:
         recipe, folder = self.recipe, self.run.path / stage
         if stage == "target" and recipe.target.scratch is not None:
-            return _steps(folder, recipe.target.scratch.steps)
+            return steps_done(folder, recipe.target.scratch.steps)
         if stage == "warmup" and recipe.warmup is not None:
-            return _steps(folder, recipe.warmup.steps)
+            return steps_done(folder, recipe.warmup.steps)
         if stage == "collect" and recipe.collect is not None:
-            shards = len(list(folder.glob("shard-*.parquet")))
-            return f"{shards} of {recipe.collect.shards} shards" if shards else ""
+            return pieces_done(folder.glob("shard-*.parquet"), recipe.collect.shards, "shards")
         if stage == "eval":
-            cells = len(list((folder / "cells").glob("*.json")))
-            return f"{cells} measurements" if cells else ""
+            return pieces_done((folder / "cells").glob("*.json"), 0, "measurements")
         return ""
 
     def _arm(self, name: str, train: TrainSection) -> tuple[str, str]:
@@ -125,49 +127,48 @@ class _Reader:
         steps = train.arms[name].steps or train.steps
         if train.arms[name].match_time is not None:
             steps = read_json(matched)["steps"] if matched.exists() else 0
-        progress = _steps(folder, steps)
+        progress = steps_done(folder, steps)
         return "begun" if progress else "", progress
 
 
-def _of_job(state: JobState | None, job: Job, words: str) -> tuple[str, bool]:
-    """In words, and whether the job ended badly. words: what it wrote down last."""
-    if state is None or state.name != job.name:
-        if not words:
-            return "submitted" if state is None else "gone", False
-        return words, words.startswith("ended") and words != "ended with 0"
-    again = f", requeued {state.restarts} times" if state.restarts > 1 else ", requeued once" if state.restarts else ""
-    reason = "" if state.reason in ("", "None") else f" ({state.reason})"
+def _of_job(state: JobState | None, job_id: str, own_words: str) -> tuple[str, str]:
+    """In words, and the job's number if it ended badly. own_words: its last ones, for when SLURM does not know it."""
+    if state is None:
+        return own_words or "submitted", job_id if _ended_badly(own_words) else ""
+    again = _again(state.restarts)
     if state.state == "RUNNING":
-        return f"running on {state.nodes}{again}", False
+        return f"running on {state.nodes}{again}", ""
     if state.is_live:
-        return f"{state.state.lower()}{reason}{again}", False
+        reason = "" if state.reason in ("", "None") else f" ({state.reason})"
+        return f"{state.state.lower()}{reason}{again}", ""
     code = f" with {state.exit_code}" if state.exit_code else ""
-    return f"{state.state.lower()}{code}{again}", state.state != "COMPLETED"
+    return f"{state.state.lower()}{code}{again}", job_id if state.state != "COMPLETED" else ""
 
 
-def _steps(folder: Path, steps: int) -> str:
-    """`step 120 of 1,000, 3.2 steps/s, 275 s left`, from a loop's metrics; empty before its first line."""
-    rows = _metrics(folder / "metrics.jsonl")
-    if not rows:
-        return ""
-    done = int(rows[-1]["step"])
-    text = f"step {done:,} of {steps:,}" if steps else f"step {done:,}"
-    seconds = [row["time/step_seconds"] for row in rows if row.get("time/step_seconds")][-RATED_ROWS:]
-    if seconds:
-        rate = 1.0 / fmean(seconds)
-        text += f", {rate:.2f} steps/s" + (f", {max(steps - done, 0) / rate:,.0f} s left" if steps > done else "")
-    return text
+def _of_array(states: Sequence[JobState], job: Job, own_words: Mapping[str, str]) -> tuple[str, str]:
+    """`5 of 8 parts done, 2 running on n1 n2, 1 pending (Resources), requeued once`, and the first that ended badly."""
+    of_task = {number: state for state in states for number in state.tasks}
+    counts, nodes, failed = Counter[str](), set[str](), ""
+    for number, task in enumerate(job.ids()):
+        state = of_task.get(number)
+        words, is_bad = _of_job(replace(state, restarts=0) if state else None, task, own_words[task])
+        if state is not None and state.state == "RUNNING":
+            words = "running"
+            nodes.add(state.nodes)
+        counts["done" if words in ("completed", "ended with 0") else words] += 1
+        failed = failed or is_bad
+    texts = [f"{counts.pop('done', 0)} of {job.parts} parts done"]
+    for words, count in counts.items():
+        texts.append(f"{count} {words}" + (f" on {' '.join(sorted(nodes))}" if words == "running" else ""))
+    return ", ".join(texts) + _again(sum(state.restarts for state in of_task.values())), failed
 
 
-def _metrics(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file that somebody may be writing."""
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            continue
-    return rows
+def _ended_badly(words: str) -> bool:
+    return words.startswith("ended") and words != "ended with 0"
+
+
+def _again(restarts: int) -> str:
+    return f", requeued {restarts} times" if restarts > 1 else ", requeued once" if restarts else ""
 
 
 def render(status: RunStatus) -> str:
