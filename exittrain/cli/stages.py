@@ -22,6 +22,10 @@ Overrides = Annotated[
     ),
 ]
 PlanOption = Annotated[bool, typer.Option("--plan", help="Print steps, tokens, memory, disk; start nothing.")]
+PartOption = Annotated[
+    str | None,
+    typer.Option("--part", metavar="I/N", help="Do only part I (from 0) of N; other jobs do the others."),
+]
 ShowOption = Annotated[int, typer.Option("--show", min=0, help="Print this many samples, trained tokens coloured.")]
 
 
@@ -51,13 +55,16 @@ def warmup(recipe: RecipeArgument, overrides: Overrides = None, plan: PlanOption
     run_verb(["warmup"], recipe, overrides, plan)
 
 
-def collect(recipe: RecipeArgument, overrides: Overrides = None, plan: PlanOption = False) -> None:
+def collect(
+    recipe: RecipeArgument, overrides: Overrides = None, plan: PlanOption = False, part: PartOption = None
+) -> None:
     """Draw the first drafter's trees, scored by the target.
 
     Written as Parquet shards with the probability of leaving the tree at every node. The report shows some; arms with
-    `source: shards` train on them, all others draw trees of their own while they train.
+    `source: shards` train on them, all others draw trees of their own while they train. With --part several jobs share
+    the shards, at the same time or not; the bytes are the same.
     """
-    run_verb(["collect"], recipe, overrides, plan)
+    run_verb(["collect"], recipe, overrides, plan, part)
 
 
 def train(recipe: RecipeArgument, overrides: Overrides = None, plan: PlanOption = False) -> None:
@@ -84,11 +91,16 @@ def plan(recipe: RecipeArgument, overrides: Overrides = None) -> None:
 
 
 def run_verb(
-    names: Sequence[str] | None, recipe: str, overrides: Sequence[str] | None, plan: bool
+    names: Sequence[str] | None, recipe: str, overrides: Sequence[str] | None, plan: bool, part: str | None = None
 ) -> StageContext | None:
-    """Load the recipe, then print the plan (and return None) or run the named stages (None: all)."""
-    from exittrain.config.load import load_recipe
+    """Load the recipe, then print the plan (and return None) or run the named stages (None: all).
 
+    part: `3/8` for the fourth of eight jobs that do one stage together.
+    """
+    from exittrain.config.load import load_recipe
+    from exittrain.runtime.parts import WHOLE, Part
+
+    own = WHOLE if part is None else Part.parse(part)
     loaded = load_recipe(recipe, overrides or ())
     if plan:
         from exittrain.stages.plan import make_plan, render
@@ -98,6 +110,7 @@ def run_verb(
     from exittrain.stages.run import run_stages, wanted
 
     context = make_context(loaded, recipe)
+    context.part = own
     available = wanted(context)
     chosen = available if names is None else [name for name in names if name in available or name != "target"]
     run_stages(context, chosen)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -18,6 +19,12 @@ MANIFEST = "manifest.json"
 def shard_name(index: int, count: int) -> str:
     """`shard-00002-of-00004.parquet`."""
     return f"shard-{index:05d}-of-{count:05d}.parquet"
+
+
+def shard_count(folder: str | Path) -> int:
+    """How many shards the names of those in `folder` say there are; 0 where there is none."""
+    names = (re.fullmatch(r"shard-\d{5,}-of-(\d{5,})\.parquet", file.name) for file in Path(folder).glob("shard-*"))
+    return max((int(name[1]) for name in names if name), default=0)
 
 
 def write_rows(path: str | Path, rows: Sequence[Mapping[str, Any]], features: Any) -> None:
@@ -67,6 +74,15 @@ def shard_is_whole(path: str | Path) -> bool:
     try:
         record = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
         return bool(path.stat().st_size == record["bytes"] and sha256(path) == record["sha256"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return False
+
+
+def has_record(path: str | Path) -> bool:
+    """The shard and its record are there and agree on the size. Cheap: what is in the shard is not looked at."""
+    path = Path(path)
+    try:
+        return bool(path.stat().st_size == json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))["bytes"])
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return False
 

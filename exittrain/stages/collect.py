@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,14 @@ from exittrain.law.ranking import top_tokens
 from exittrain.law.sampling import process_logits
 from exittrain.law.seeding import generator_for
 from exittrain.models.target import TargetModel
-from exittrain.records.files import clean_temporary
-from exittrain.records.shards import shard_is_whole, shard_name, write_manifest, write_shard
+from exittrain.records.files import TEMPORARY, clean_temporary
+from exittrain.records.shards import has_record, shard_count, shard_is_whole, shard_name, write_manifest, write_shard
+from exittrain.runtime import ranks
+from exittrain.runtime.parts import share
 from exittrain.runtime.progress import progress_bar
 from exittrain.stages.context import StageContext, say
 from exittrain.stages.coverage import ScoredTrees, draw_and_score
+from exittrain.stages.disk import check_room, collect_bytes
 from exittrain.stages.training.scoring import row_chunks
 from exittrain.stages.training.sequences import SequenceSet, choose_anchors
 from exittrain.stages.training.trees import anchor_groups, max_trees, move_trees, tree_generators
@@ -28,60 +31,96 @@ from exittrain.stages.warmup import start_stage, training_sequences, warm_drafte
 
 STAGE = "collect"
 CPU = torch.device("cpu")
-GIB = float(1 << 30)
+LESS = "lower 'collect.sequences' or 'collect.anchors_per_sequence'"
 
 
 def run_collect(context: StageContext) -> None:
     """Write collect/shard-*.parquet and manifest.json: one row an anchor (records/schema.py names the columns).
 
-    Whole shards of an earlier, interrupted run are kept; a damaged one is named and made again.
-
     Raises:
-        InputError: no `collect` section, no room on the disk, data of another target.
+        InputError: as `work_collect`.
         Interrupted: stopped by a signal; finished shards stay.
     """
-    section, key = context.recipe.collect, context.stage_key(STAGE)
-    if section is None:
-        raise InputError("the recipe has no 'collect' section")
-    if not start_stage(context, STAGE, key):
+    if not start_stage(context, STAGE, context.stage_key(STAGE)):
         return
-    folder = context.run.stage(STAGE)
-    clean_temporary(folder)
-    target = context.target()
-    shards = _shards(training_sequences(context, target), section, context.recipe.seed)
-    missing = [i for i in range(len(shards)) if not _is_whole(folder / shard_name(i, len(shards)))]
-    check_room(folder, sum(len(shards[i]) for i in missing) * section.anchors_per_sequence, context)
+    ranks.from_main(lambda: clean_temporary(context.run.stage(STAGE)))
+    work_collect(context)
+    ranks.from_main(lambda: finish_collect(context))
+
+
+def work_collect(context: StageContext) -> None:
+    """Every rank: write the shards of this part that are this rank's, unless they are whole already.
+
+    A shard has one owner whatever is there already, and its bytes depend on its number alone. A damaged one is named
+    and made again. Where a rank has nothing to do it waits for the others.
+
+    Raises:
+        InputError: no `collect` section, no room on the disk, data of another target, or another rank's trouble.
+        Interrupted: stopped by a signal; finished shards stay.
+    """
+    num_made = ranks.all_reduce_sums({"made": float(ranks.on_all(lambda: _make_shards(context)))})["made"]
+    say(f"{STAGE}: {num_made:.0f} shards made now")
+
+
+def finish_collect(context: StageContext) -> bool:
+    """Main rank: write manifest.json and the stage's mark. False while some shard is not whole; the first is named."""
+    folder, parts = context.run.path / STAGE, context.part.count
+    count = shard_count(folder)
+    files = [folder / shard_name(i, count) for i in range(count)]
+    missing = [i for i in range(count) if not has_record(files[i])]  # cheap: most parts end before the last one
+    missing = missing or [i for i in range(count) if not shard_is_whole(files[i])]
+    if missing or not count:
+        rest = f", {files[missing[0]].name} by part {missing[0] % parts}/{parts}" if missing else ""
+        say(f"{STAGE}: {len(missing) or 'all'} shards are still to be made{rest}")
+        return False
+    drafter, target = context.drafter(warm_drafter(context)), context.target()
+    hashes = {"target_hash": target.fingerprint(), "drafter_hash": drafter.fingerprint()}
+    manifest = write_manifest(folder, count, {**hashes, "temperature": context.sampling.temperature})
+    context.run.finish(STAGE, context.stage_key(STAGE))
+    say(f"{STAGE}: {manifest['rows']} trees in {count} shards")
+    return True
+
+
+def _section(context: StageContext) -> CollectSection:
+    if context.recipe.collect is None:
+        raise InputError("the recipe has no 'collect' section")
+    return context.recipe.collect
+
+
+def _make_shards(context: StageContext) -> int:
+    """This rank's missing shards; returns how many there were."""
+    section, seed, folder, target = _section(context), context.recipe.seed, context.run.path / STAGE, context.target()
+    shards = _shards(training_sequences(context, target), section, seed)
+    files = [folder / shard_name(i, len(shards)) for i in range(len(shards))]
+    own = share(range(len(shards)), context.part)
+    _clear(folder, {files[i].stem for i in own})
+    missing = [i for i in own if not _is_whole(files[i])]
+    if ranks.is_main():  # the disk is everybody's: room for all that is to come, by this job or another
+        to_come = [i for i in range(len(shards)) if i in missing or not has_record(files[i])]
+        trees = sum(len(shards[i]) for i in to_come) * section.anchors_per_sequence
+        check_room(folder, collect_bytes(context.recipe, trees, len(to_come)), STAGE, LESS)
+    if not missing:
+        return 0
     collector = Collector(context, section, target)
     with progress_bar(sum(len(shards[i]) for i in missing), STAGE, "sequences") as bar:
         for i in missing:
-            write_shard(folder / shard_name(i, len(shards)), collector.rows(shards[i], context.recipe.seed))
+            write_shard(files[i], collector.rows(shards[i], seed))
             bar.advance(len(shards[i]))
             context.stop.raise_if_set()
-    hashes = {"target_hash": target.fingerprint(), "drafter_hash": collector.drafter_hash}
-    manifest = write_manifest(folder, len(shards), {**hashes, "temperature": context.sampling.temperature})
-    context.run.finish(STAGE, key)
-    say(f"{STAGE}: {manifest['rows']} trees in {len(shards)} shards, {len(missing)} of them made now")
+    return len(missing)
 
 
-def check_room(folder: Path, num_trees: int, context: StageContext) -> None:
-    """Raises:
-    InputError: the disk has less room than the trees to come may take (an upper bound, uncompressed).
-    """
-    recipe = context.recipe
-    top_k = recipe.collect.top_k_logprobs if recipe.collect else 0
-    needed = num_trees * ((recipe.tree.budget + 1) * (3 * 4 + 4 + 4 * 8 + top_k * 8 + 4) + 256)
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise InputError(
-            f"collect may need {needed / GIB:.2f} GiB in {folder}, {free / GIB:.2f} GiB are free: make room, or lower "
-            "'collect.sequences' or 'collect.anchors_per_sequence'"
-        )
+def _clear(folder: Path, own: set[str]) -> None:
+    """Remove what killed writers of these shards left: nobody else writes them."""
+    for left in folder.glob(f"{TEMPORARY}*"):
+        if left.name.removeprefix(TEMPORARY).partition(".")[0] in own:
+            left.unlink(missing_ok=True)
 
 
 def _is_whole(path: Path) -> bool:
     whole = shard_is_whole(path)
-    if path.exists() and not whole:
-        say(f"{STAGE}: {path} is damaged (its sha256 differs): making it again")
+    if path.exists() and not whole:  # said by the rank that owns it, whichever that is
+        print(f"{STAGE}: {path} is damaged (its sha256 differs): making it again", file=sys.stderr, flush=True)
     return whole
 
 

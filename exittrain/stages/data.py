@@ -14,9 +14,9 @@ from exittrain.errors import InputError
 from exittrain.law.seeding import seed_for
 from exittrain.records.files import write_json
 from exittrain.records.schema import SCHEMA_VERSION
-from exittrain.runtime.ranks import barrier, is_main
+from exittrain.runtime import ranks
 from exittrain.stages.context import StageContext, say
-from exittrain.stages.conversations.answers import Writer
+from exittrain.stages.conversations.answers import Writer, with_help
 from exittrain.stages.conversations.chat import RENDER_DATE, ChatRenderer
 from exittrain.stages.conversations.prepare import Prepared, prepare_chat, prepare_text
 from exittrain.stages.conversations.store import (
@@ -33,23 +33,33 @@ STAGE = "data"
 def run_data(context: StageContext) -> None:
     """Write data/train.parquet, heldout.parquet, conversations.jsonl and manifest.json of the run.
 
-    Restartable: what the target has already written is kept beside the stage until the stage is done.
+    Restartable: what the target has already written is kept beside the stage until the stage is done. All ranks write
+    for the target; the files are the same on any number of them.
 
     Raises:
         InputError: a source that cannot be read, or no usable row in it; nothing is written then.
         Interrupted: stopped by a signal, with the finished batches kept.
     """
-    key = context.stage_key(STAGE)
-    if is_main() and not context.run.is_done(STAGE, key):
-        data, positions = context.recipe.data, context.target().max_positions
-        if data.max_length > positions:
-            raise InputError(f"data.max_length is {data.max_length}, the target has {positions} positions: lower it")
-        text = data.train.kind == "text"
-        if data.heldout is not None and (data.heldout.kind == "text") != text:
-            raise InputError("data.train and data.heldout must both be of kind 'text', or neither")
-        train, heldout, about = _from_text(context) if text else _from_chat(context)
-        _save(context, key, train, heldout, about)
-    barrier()
+    if not ranks.from_main(lambda: context.run.is_done(STAGE, context.stage_key(STAGE))):
+        with_help(lambda: _make(context), lambda: _writer(context, chat_renderer(context)))
+
+
+def _make(context: StageContext) -> None:
+    """The main rank's: sources are read and the stage's files written once, what the target writes is everybody's."""
+    data, positions = context.recipe.data, context.target().max_positions
+    if data.max_length > positions:
+        raise InputError(f"data.max_length is {data.max_length}, the target has {positions} positions: lower it")
+    text = data.train.kind == "text"
+    if data.heldout is not None and (data.heldout.kind == "text") != text:
+        raise InputError("data.train and data.heldout must both be of kind 'text', or neither")
+    train, heldout, about = _from_text(context) if text else _from_chat(context)
+    _save(context, context.stage_key(STAGE), train, heldout, about)
+
+
+def _writer(context: StageContext, renderer: ChatRenderer) -> Writer:
+    target, folder = context.target(), context.run.path / ".data-parts"
+    identity = f"{target.fingerprint()} {renderer.template_sha256}"
+    return Writer(target, context.recipe.data.generation, folder, context.recipe.seed, context.stop, identity)
 
 
 def chat_renderer(context: StageContext) -> ChatRenderer:
@@ -66,6 +76,8 @@ def show_samples(context: StageContext, n: int = 3) -> None:
     from rich.text import Text
 
     run_data(context)
+    if not ranks.is_main():
+        return
     tokenizer, console = context.target().tokenizer, Console(highlight=False)
     sequences = read_sequences(context.run.path / STAGE / "train.parquet")
     for one in sequences[:n]:
@@ -120,10 +132,8 @@ def _from_text(context: StageContext) -> tuple[Prepared, Prepared, dict[str, Any
 
 
 def _from_chat(context: StageContext) -> tuple[Prepared, Prepared, dict[str, Any]]:
-    data, seed, target = context.recipe.data, context.recipe.seed, context.target()
-    renderer = chat_renderer(context)
-    identity = f"{target.fingerprint()} {renderer.template_sha256}"
-    writer = Writer(target, data.generation, context.run.path / ".data-parts", seed, context.stop, identity)
+    data, seed, renderer = context.recipe.data, context.recipe.seed, chat_renderer(context)
+    writer = _writer(context, renderer)
     train = prepare_chat(renderer, writer, data.train, data, seed, "train")
     if data.heldout is None:
         kept, held = split_prompts(train.sequences, data.heldout_fraction, seed)

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from importlib import import_module
+from typing import Any
 
 from exittrain.errors import InputError
 from exittrain.records.files import clean_temporary
 from exittrain.runtime import ranks
-from exittrain.runtime.lock import hold
+from exittrain.runtime.crew import Crew
+from exittrain.runtime.lock import PARTS, hold
+from exittrain.runtime.parts import WHOLE
 from exittrain.runtime.provenance import collect_provenance
 from exittrain.stages.context import STAGES, StageContext, say
-from exittrain.stages.plan import check_disk
+from exittrain.stages.disk import check_disk
 from exittrain.stages.sources import check_sources
 
 FUNCTIONS = {
     "target": ("scratch", "run_target"),
     "data": ("data", "run_data"),
     "warmup": ("warmup", "run_warmup"),
-    "collect": ("collect", "run_collect"),
     "train": ("train", "run_train"),
     "eval": ("evaluate", "run_eval"),
     "report": ("report", "run_report"),
 }
-ALONE = ("collect", "eval", "report")  # the main rank's work; every rank enters the other stages
+ALONE = ("eval", "report")  # the main rank's work; every rank enters the other stages
+SPLIT = {"collect": ("collect", "collect")}  # several jobs may share the work_ of these; finish_ writes the end
+
+CHECKS = {"eval": ("evaluate", "check_eval")}  # what can still refuse, asked before an earlier result is given up
 
 
 def wanted(context: StageContext) -> list[str]:
@@ -53,22 +60,75 @@ def run_all(context: StageContext) -> None:
 def run_stages(context: StageContext, names: Sequence[str]) -> None:
     """The named stages, in order, under the run folder's lock. Bad input is found before anything is written.
 
+    With `context.part`, this job's share of one stage: other jobs do the others at the same time, earlier or later, and
+    the one that finds all of it there finishes the stage.
+
     Raises:
-        InputError: as `run_all`; also a stage the recipe has not, or one whose upstream stages are not done.
+        InputError: as `run_all`; also a stage the recipe has not, one whose upstream stages are not done, or a part of
+            several stages or of one that falls into no parts.
         Interrupted: a signal came and the state is saved.
     """
     ranks.setup(context.device, context.run.path)
+    if context.part != WHOLE:
+        _run_part(context, names)
+        return
+    with ExitStack() as held:
+        ranks.from_main(lambda: _take_run(context, names, held))
+        held.callback(context.close)
+        _each(context, names)
+
+
+def _take_run(context: StageContext, names: Sequence[str], held: ExitStack) -> None:
+    """The main rank's checks; then the folder is ours until `held` is closed."""
+    run = context.run
     _check(context, names)
     check_sources(context, names)
-    if not ranks.is_main():
-        _each(context, names)
-        return
-    check_disk(context.recipe, context.run.path)
-    with hold(context.run.path):
-        clean_temporary(context.run.path)
-        context.run.write_recipe(context.recipe)
-        context.run.write_provenance(collect_provenance())
-        _each(context, names)
+    check_disk(context, names)
+    held.enter_context(hold(run.path))
+    clean_temporary(run.path)
+    shutil.rmtree(run.path / PARTS, ignore_errors=True)
+    _write_origin(context)
+
+
+def _write_origin(context: StageContext) -> None:
+    context.run.write_recipe(context.recipe)
+    context.run.write_provenance(collect_provenance())
+
+
+def _run_part(context: StageContext, names: Sequence[str]) -> None:
+    """All ranks of one job of several. The main one is the job's place in the crew."""
+    name = ranks.from_main(lambda: _the_part_of(names))
+    with Crew(context.run.path, name, context.part, context.stop.raise_if_set) as crew:
+        if ranks.from_main(lambda: _join(context, name, crew)) == "done":
+            return
+        _function(SPLIT[name], "work_")(context)
+        ranks.from_main(lambda: _leave(context, name, crew))
+
+
+def _the_part_of(names: Sequence[str]) -> str:
+    if len(names) != 1 or names[0] not in SPLIT:
+        raise InputError(f"--part is for one stage, {' or '.join(SPLIT)}, not for {', '.join(names)}")
+    return names[0]
+
+
+def _join(context: StageContext, name: str, crew: Crew) -> str:
+    _check(context, [name])
+    check_sources(context, [name])
+    with crew.joining(context.stage_key(name)) as alone:
+        if alone:  # what killed jobs left may be written no more, and the recipe is that of all who follow
+            clean_temporary(context.run.path / name)
+            _write_origin(context)
+        return _prepare(context, name)
+
+
+def _leave(context: StageContext, name: str, crew: Crew) -> None:
+    with crew.leaving() as alone:
+        if context.run.stored_key(name) == context.stage_key(name):
+            say(f"{name}: done")  # another job was here first
+        elif not _function(SPLIT[name], "finish_")(context):
+            say(f"{name}: part {context.part.index}/{context.part.count} is done")
+        if alone:
+            clean_temporary(context.run.path / name)
 
 
 def _check(context: StageContext, names: Sequence[str]) -> None:
@@ -98,24 +158,45 @@ def _each(context: StageContext, names: Sequence[str]) -> None:
 
 def run_stage(context: StageContext, name: str) -> None:
     """One stage, unless it is done under this recipe's key. Says why a stored result is not used."""
-    key = context.stage_key(name)
-    status = ranks.from_main(lambda: _prepare(context, name, key))
-    if status == "done":
+    if ranks.from_main(lambda: _prepare(context, name)) == "done":
         return
-    module, function = FUNCTIONS[name]
-    stage: Callable[[StageContext], None] = getattr(import_module(f"exittrain.stages.{module}"), function)
-    if name not in ALONE:
-        stage(context)
-    elif ranks.is_main():
-        with ranks.alone():
-            stage(context)
-    if ranks.is_main() and context.run.stored_key(name) != key:
+    if name in SPLIT:
+        _function(SPLIT[name], "work_")(context)
+        ranks.from_main(lambda: _finish(context, name))
+        return
+    if name in ALONE:
+        ranks.from_main(lambda: _alone(context, name))
+    else:
+        _function(FUNCTIONS[name])(context)
+    ranks.from_main(lambda: _mark(context, name))
+
+
+def _function(place: tuple[str, str], beginning: str = "") -> Callable[[StageContext], Any]:
+    """A stage's function by (module of exittrain.stages, name), imported when its turn comes."""
+    module, name = place
+    found: Callable[[StageContext], Any] = getattr(import_module(f"exittrain.stages.{module}"), beginning + name)
+    return found
+
+
+def _finish(context: StageContext, name: str) -> None:
+    if not _function(SPLIT[name], "finish_")(context):
+        raise InputError(f"{name}: what was just written is not there: run again")
+
+
+def _alone(context: StageContext, name: str) -> None:
+    with ranks.alone():
+        _function(FUNCTIONS[name])(context)
+
+
+def _mark(context: StageContext, name: str) -> None:
+    key = context.stage_key(name)
+    if context.run.stored_key(name) != key:
         context.run.finish(name, key)
-    ranks.barrier()
 
 
-def _prepare(context: StageContext, name: str, key: str) -> str:
-    run = context.run
+def _prepare(context: StageContext, name: str) -> str:
+    """Make the stage's folder ready: "done" where nothing is left to do, else "todo"."""
+    run, key = context.run, context.stage_key(name)
     stored = run.stored_key(name)
     if stored == key:
         damage = run.damage(name)
@@ -129,6 +210,8 @@ def _prepare(context: StageContext, name: str, key: str) -> str:
         say(f"{name}: going on")
     else:
         say(f"{name}: starting")
+    if name in CHECKS and run.started_key(name) != key:
+        _function(CHECKS[name])(context)
     if name not in ("data", "train"):  # data replaces itself when all is read; train's arms have keys of their own
         run.begin(name, key)
     return "todo"
