@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from exittrain.cli.stages import PlanOption, make_context, run_verb
+from exittrain.cli.stages import PartOption, PlanOption, make_context, run_verb
 from exittrain.errors import InputError, nearest
 
 TargetOption = Annotated[str | None, typer.Option("--target", help="Folder, GGUF file, hub id or known name.")]
@@ -53,6 +53,7 @@ def evaluate(
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of an answer.")] = None,
     suite: Annotated[str | None, typer.Option(help="A name of eval/suites, such as verifiers.")] = None,
     output: Annotated[str, typer.Option(help="Where results of drafter folders go.")] = "runs/eval",
+    part: PartOption = None,
     plan: PlanOption = False,
 ) -> None:
     """Measure block length, coverage and speed, with intervals.
@@ -60,8 +61,11 @@ def evaluate(
     Of a recipe or run: the warm start and every arm, by the recipe's `eval` section; options override it, and the run's
     results are replaced. Of drafter folders: each against the first, on the prompts `everyday` unless --tasks is given.
     --suite runs a study instead (verifiers, traversal-paper, tev-paper, oracle), settings as suite.contexts=64.
+    With --part several jobs share the work on a run; whoever finds all of it done writes the results, always the same.
     """
     given = [subject for subject in subjects if "=" not in subject or Path(subject).exists()]
+    if part is not None and (suite is not None or len(given) != 1 or is_drafter(given[0])):
+        raise InputError("--part shares the work on one run: give one recipe or run folder, and no --suite")
     if suite is not None:
         from exittrain.cli.suites import run_suite
 
@@ -87,7 +91,7 @@ def evaluate(
     elif len(given) == 1 and not drafters:
         if target is not None:
             overrides.append(f"target.model={target}")
-        run_verb(["eval"], given[0], overrides, plan)
+        run_verb(["eval"], given[0], overrides, plan, part)
     else:
         raise InputError("eval takes one recipe, one run folder, or drafter folders (each with a config.json)")
 

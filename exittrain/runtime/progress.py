@@ -93,8 +93,9 @@ class RichBar(Bar):
 
 @contextmanager
 def progress_bar(total: int | None, description: str, unit: str = "it") -> Iterator[Bar]:
-    """A `Bar` for a loop that counts its own units: `with progress_bar(n, "collect", "trees") as bar: ...`."""
-    kind = Bar if not enabled() else RichBar if sys.stderr.isatty() else LineBar
+    """A `Bar` for a loop that counts its own units: `with progress_bar(n, "collect", "trees") as bar: ...`. One without
+    a description stands inside another and shows nothing."""
+    kind = Bar if not (description and enabled()) else RichBar if sys.stderr.isatty() else LineBar
     bar = kind(total, description, unit)
     bar.start()
     try:

@@ -15,16 +15,17 @@ from exittrain.config.schema import EvalSection, TrainSection
 from exittrain.errors import InputError
 from exittrain.law.sampling import Sampling
 from exittrain.models.target import TargetModel
-from exittrain.runtime.ranks import is_main
+from exittrain.runtime import ranks
 from exittrain.runtime.signals import StopFlag
-from exittrain.stages.context import StageContext
+from exittrain.stages.context import StageContext, say
 from exittrain.stages.conversations.chat import ChatRenderer
 from exittrain.stages.conversations.store import TokenSequence, read_sequences
-from exittrain.stages.evaluation.engine import Engine, Entrant
+from exittrain.stages.evaluation.engine import Engine
 from exittrain.stages.evaluation.output import print_tables, write_outputs
+from exittrain.stages.evaluation.pieces import Incomplete
 from exittrain.stages.evaluation.results import Comparison
 from exittrain.stages.evaluation.schema import Metrics
-from exittrain.stages.evaluation.setup import Setup
+from exittrain.stages.evaluation.setup import Entrant, Setup
 from exittrain.stages.evaluation.tasks import HELDOUT, Render, Task, benchmark_task, heldout_task
 from exittrain.stages.prompts import expand_tasks
 from exittrain.stages.warmup import warm_drafter
@@ -32,17 +33,56 @@ from exittrain.stages.warmup import warm_drafter
 if TYPE_CHECKING:
     from exittrain.drafters.base import Drafter
 
+STAGE = "eval"
 WARM_START = "warm start"
 
 
 def run_eval(context: StageContext) -> None:
     """Measure the warm start and every arm's last drafter; write metrics.json, timing.json, rounds.jsonl,
-    contexts.parquet and table.md of the run's eval folder, and print the tables.
+    contexts.parquet and table.md of the run's eval folder, and print the tables. Every rank enters.
 
     Raises:
         InputError: no `eval` section, an unknown task, or a stage it stands on is missing.
         Interrupted: a signal came; what was measured is kept.
     """
+    work_eval(context)
+    if not ranks.from_main(lambda: finish_eval(context)):
+        raise InputError(f"eval lost a part of what it measured in {context.run.path / STAGE}: run it again")
+
+
+def check_eval(context: StageContext) -> None:
+    """What would be refused, found before an earlier evaluation is given up. One process alone may call it.
+
+    Raises:
+        InputError: as `run_eval`; a calibration that `auto` cannot go by; no room for trees or answers.
+    """
+    engine = _engine(context)
+    engine.check()
+    engine.check_weights()
+
+
+def work_eval(context: StageContext) -> None:
+    """Measure this rank's share of this part; pieces lie in eval/cells. Every rank enters.
+
+    Raises:
+        InputError, Interrupted: as `run_eval`, on all ranks together.
+    """
+    engine = ranks.on_all(lambda: _engine(context))
+    engine.work()
+
+
+def finish_eval(context: StageContext) -> bool:
+    """Join the pieces and write every file of the eval folder; False where some are missing. The main rank alone."""
+    engine = _engine(context)
+    try:
+        _conclude(engine, lambda: context.run.finish(STAGE, context.stage_key(STAGE)))
+    except Incomplete as missing:
+        say(f"{STAGE}: {missing}")
+        return False
+    return True
+
+
+def _engine(context: StageContext) -> Engine:
     recipe = context.recipe
     if recipe.eval is None:
         raise InputError("the recipe has no 'eval' section")
@@ -56,7 +96,8 @@ def run_eval(context: StageContext) -> None:
         recipe.name, recipe.eval, builder, shape, context.sampling, recipe.seed, comparisons, pattern,
     )  # fmt: skip
     tasks = eval_tasks(recipe.eval, recipe.seed, heldout, lambda: renderer_of(context))
-    evaluate(target, run_entrants(context), setup, tasks, context.run.stage("eval"), context.stop)
+    folder = context.run.path / STAGE
+    return Engine(target, run_entrants(context), setup, tasks, folder, context.stop, context.part)
 
 
 def evaluate_drafters(
@@ -77,7 +118,8 @@ def evaluate_drafters(
 
     settings: tasks, verifiers, temperatures and sizes as in a recipe's `eval` section, whose builder and branching go
     before those given here; heldout: sequences for the task `heldout` and for `contexts`.
-    Writes the same files as a run's eval stage into `out_folder` and prints the tables.
+    Writes the same files as a run's eval stage into `out_folder` and prints the tables. Under a launcher every rank
+    calls this with the same arguments, and they share the work.
 
     Raises:
         InputError: no drafter, an unknown control or task, a verifier that is not exact for the builder's trees, a
@@ -97,6 +139,7 @@ def evaluate_drafters(
         for name in names
     ]
     tasks = eval_tasks(settings, seed, heldout, lambda: ChatRenderer(target.tokenizer, target.eos_token_ids).prompt)
+    ranks.setup(target.device, Path(out_folder))
     return evaluate(target, entrants, setup, tasks, Path(out_folder), stop or StopFlag())
 
 
@@ -120,11 +163,24 @@ def eval_trees(settings: EvalSection, builder: str, shape: TreeShape) -> tuple[s
 def evaluate(
     target: TargetModel, entrants: Sequence[Entrant], setup: Setup, tasks: Sequence[Task], folder: Path, stop: StopFlag
 ) -> Metrics:
-    """Measure, summarise, write, print: what run_eval and evaluate_drafters share."""
-    results = Engine(target, setup, tasks, folder, stop).run(entrants)
-    metrics, timing = write_outputs(folder, target, setup, entrants, tasks, results)
-    if is_main():
-        print_tables(metrics, timing)
+    """Measure, summarise, write, print; every rank enters and gets the same metrics."""
+    engine = Engine(target, entrants, setup, tasks, folder, stop)
+    engine.work()
+    return ranks.from_main(lambda: _conclude(engine))
+
+
+def _conclude(engine: Engine, then: Callable[[], None] = lambda: None) -> Metrics:
+    """The files of an evaluation whose pieces are all there, `then()`, and the tables.
+
+    Raises:
+        Incomplete: a piece is missing.
+    """
+    results = engine.finish()
+    metrics, timing = write_outputs(
+        engine.folder, engine.target, engine.setup, engine.entrants, engine.tasks, results
+    )  # fmt: skip
+    then()
+    print_tables(metrics, timing)
     return metrics
 
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from exittrain.drafters.base import Drafter
 
 LOGITS = 1 << 25  # float32 logits of whole trees held at once: 128 MiB
+PIECE = 32  # contexts that are measured together, whatever the number of processes
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +70,14 @@ class ContextSet:
         """The contexts at `rows`, as a set of their own."""
         sequences, tree_sequence, anchors = self.group(rows)
         return ContextSet(sequences, tree_sequence, anchors, tuple(self.ids[row] for row in rows.tolist()))
+
+    def pieces(self) -> list[ContextSet]:
+        """All contexts in order, PIECE at a time: what one process measures at once depends on nothing else."""
+        return [self.select(rows) for rows in torch.split(torch.arange(len(self)), PIECE)]
+
+    def places(self) -> list[tuple[str, int]]:
+        """(sequence name, anchor) of every context."""
+        return list(zip(self.ids, self.anchors.tolist(), strict=True))
 
     def result(self, reach: Tensor) -> ContextResult:
         return ContextResult(self.ids, tuple(self.anchors.tolist()), reach.numpy())

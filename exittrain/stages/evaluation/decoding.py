@@ -26,6 +26,8 @@ from exittrain.stages.evaluation.tasks import EvalPrompt, Task
 if TYPE_CHECKING:
     from exittrain.drafters.base import Drafter
 
+ANSWERS = 16  # of the target's own, written side by side
+
 
 @dataclass(frozen=True)
 class DecodeSettings:
@@ -60,6 +62,15 @@ def why_skipped(prompt: EvalPrompt, max_positions: int, max_new_tokens: int) -> 
     return None
 
 
+def usable_prompts(
+    prompts: Sequence[EvalPrompt], max_positions: int, max_new_tokens: int
+) -> tuple[list[EvalPrompt], dict[str, str]]:
+    """(prompts that can be decoded to their full length, the others' reasons by id)."""
+    reasons = {prompt.id: why_skipped(prompt, max_positions, max_new_tokens) for prompt in prompts}
+    skipped = {prompt: reason for prompt, reason in reasons.items() if reason is not None}
+    return [prompt for prompt in prompts if prompt.id not in skipped], skipped
+
+
 def decode_cell(
     target: TargetModel, drafter: Drafter, task: Task, settings: DecodeSettings, stop: StopFlag, description: str
 ) -> DecodeResult:
@@ -69,13 +80,11 @@ def decode_cell(
         Interrupted: a signal came; finished cells are on disk.
     """
     positions = min(target.max_positions, drafter.max_positions)
-    reasons = {p.id: why_skipped(p, positions, settings.max_new_tokens) for p in task.prompts}
-    usable = [prompt for prompt in task.prompts if reasons[prompt.id] is None]
-    skipped = {prompt: reason for prompt, reason in reasons.items() if reason is not None}
+    usable, skipped = usable_prompts(task.prompts, positions, settings.max_new_tokens)
     traces: list[Trace] = []
     seconds: Counter[str] = Counter()
     with progress_bar(settings.max_new_tokens * len(usable), description, "tokens") as bar:
-        for batch in _batches(usable, settings.batch_size):
+        for batch in batches(usable, settings.batch_size):
             stop.raise_if_set()
             for prompt, decoded in zip(batch, _decode(target, drafter, task, batch, settings), strict=True):
                 if isinstance(decoded, str):
@@ -92,19 +101,22 @@ def decode_cell(
 
 
 def plain_answers(
-    target: TargetModel, task: Task, sampling: Sampling, max_new_tokens: int, seed: int, stop: StopFlag
-) -> AnswerResult:
+    target: TargetModel, task: Task, sampling: Sampling, max_new_tokens: int, seed: int, stop: StopFlag,
+    description: str | None = None,
+) -> AnswerResult:  # fmt: skip
     """The target's own answers, one stream a prompt; a prompt without room gets none."""
     answers: dict[str, list[int]] = {}
-    usable = [p for p in task.prompts if why_skipped(p, target.max_positions, max_new_tokens) is None]
-    with progress_bar(len(usable) * max_new_tokens, f"eval {task.name}, the target's answers", "tokens") as bar:
+    usable, _ = usable_prompts(task.prompts, target.max_positions, max_new_tokens)
+    name = f"eval {task.name}, the target's answers" if description is None else description
+    with progress_bar(len(usable) * max_new_tokens, name, "tokens") as bar:
 
         def advance(num_tokens: int) -> None:
             stop.raise_if_set()
             bar.advance(num_tokens)
 
         generators = [generator_for(seed, "eval", "answer", task.name, p.id) for p in usable]
-        found = generate(target, [p.token_ids for p in usable], sampling, max_new_tokens, generators, advance, 16)
+        prompts = [p.token_ids for p in usable]
+        found = generate(target, prompts, sampling, max_new_tokens, generators, advance, ANSWERS)
         for prompt, decoded in zip(usable, found, strict=True):
             answers[prompt.id] = decoded.token_ids
     return AnswerResult(answers)
@@ -140,7 +152,15 @@ def _known(values: Sequence[float | None]) -> tuple[float, ...] | None:
     return found if len(found) == len(values) else None
 
 
-def _batches(prompts: Sequence[EvalPrompt], size: int) -> Iterator[Sequence[EvalPrompt]]:
+def answer_batches(prompts: Sequence[EvalPrompt], max_positions: int, max_new_tokens: int) -> list[list[EvalPrompt]]:
+    """The prompts with room, in the batches of like lengths that `plain_answers` decodes together."""
+    usable, _ = usable_prompts(prompts, max_positions, max_new_tokens)
+    by_length = sorted(usable, key=lambda prompt: len(prompt.token_ids))
+    return [list(batch) for batch in batches(by_length, ANSWERS)]
+
+
+def batches(prompts: Sequence[EvalPrompt], size: int) -> Iterator[Sequence[EvalPrompt]]:
+    """Prompts that are decoded together, in order."""
     for start in range(0, len(prompts), size):
         yield prompts[start : start + size]
 

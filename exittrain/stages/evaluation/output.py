@@ -17,11 +17,10 @@ from exittrain.models.target import TargetModel
 from exittrain.records.files import write_json, write_text
 from exittrain.records.shards import write_rows
 from exittrain.stages.evaluation import summary, tables
-from exittrain.stages.evaluation.engine import Entrant
 from exittrain.stages.evaluation.intervals import Bootstrap
 from exittrain.stages.evaluation.pool import with_pooled
 from exittrain.stages.evaluation.schema import SCHEMA_VERSION, DrafterInfo, Metrics, Settings
-from exittrain.stages.evaluation.setup import Results, Setup
+from exittrain.stages.evaluation.setup import Entrant, Results, Setup
 from exittrain.stages.evaluation.tasks import Task
 
 PIPE_WIDTH = 200  # columns where standard output is no terminal
@@ -43,6 +42,8 @@ def write_outputs(
     write_text(folder / "rounds.jsonl", "".join(json.dumps(row, sort_keys=True) + "\n" for row in round_rows(results)))
     if results.contexts:
         write_contexts(folder / "contexts.parquet", results)
+    else:
+        (folder / "contexts.parquet").unlink(missing_ok=True)  # of an earlier call with other settings
     write_text(folder / "table.md", tables.markdown(metrics, timing))
     return metrics, timing
 

@@ -1,14 +1,16 @@
-"""What one cell of an evaluation holds, and how cells are kept on disk so that a killed evaluation goes on.
+"""What one cell of an evaluation holds, and how it is kept on disk so that a killed evaluation goes on.
 
-A cell is one (drafter, task, temperature[, verifier]). It is one JSON file, written atomically when it is whole, with
-the key it was made under; a cell with another key, or a damaged one, is made again.
+A cell is one (drafter, task, temperature[, verifier]), joined from pieces (evaluation/pieces.py). What is kept is one
+JSON file, written atomically when it is whole, with the key it was made under; a damaged one is named and made again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -33,6 +35,10 @@ class Storable(Protocol):
 
 
 Result = TypeVar("Result", bound=Storable)
+
+
+def _in_order(parts: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    return tuple(name for part in parts for name in part)
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,13 @@ class ContextResult:
         reach = np.asarray(data["reach"], dtype=np.float64)
         return cls(tuple(data["sequence_ids"]), tuple(data["anchors"]), reach)
 
+    @classmethod
+    def join(cls, parts: Sequence[ContextResult]) -> ContextResult:
+        """One result of all contexts."""
+        anchors = tuple(anchor for part in parts for anchor in part.anchors)
+        reach = np.concatenate([part.reach for part in parts])
+        return cls(_in_order([part.sequence_ids for part in parts]), anchors, reach)
+
 
 @dataclass(frozen=True)
 class DecodeResult:
@@ -92,10 +105,20 @@ class DecodeResult:
         )
         return cls(traces, dict(data["skipped"]), dict(data["stage_seconds"]))
 
+    @classmethod
+    def join(cls, parts: Sequence[DecodeResult]) -> DecodeResult:
+        """One result of all prompts; none of no parts."""
+        skipped: dict[str, str] = {}
+        seconds: Counter[str] = Counter()
+        for part in parts:
+            skipped.update(part.skipped)
+            seconds.update(part.stage_seconds)
+        return cls(tuple(trace for part in parts for trace in part.traces), skipped, dict(seconds))
+
 
 @dataclass(frozen=True, eq=False)
 class VerifierResult:
-    """Verifiers on the same trees. expected [A] exact, measured [A] mean of the draws; seconds: of all verdicts."""
+    """Verifiers on the same trees. expected [A] exact, measured [A] mean of the draws; seconds: mean of a verdict."""
 
     sequence_ids: tuple[str, ...]
     draws: int
@@ -116,6 +139,17 @@ class VerifierResult:
         )
         return cls(tuple(data["sequence_ids"]), data["draws"], expected, measured, dict(data["seconds"]))
 
+    @classmethod
+    def join(cls, parts: Sequence[VerifierResult]) -> VerifierResult:
+        """One result of all trees, each of as many draws."""
+        first, count = parts[0], sum(len(part.sequence_ids) for part in parts)
+        expected = {rule: np.concatenate([part.expected[rule] for part in parts]) for rule in first.expected}
+        measured = {rule: np.concatenate([part.measured[rule] for part in parts]) for rule in first.measured}
+        seconds = {
+            rule: sum(part.seconds[rule] * len(part.sequence_ids) for part in parts) / count for rule in first.seconds
+        }
+        return cls(_in_order([part.sequence_ids for part in parts]), first.draws, expected, measured, seconds)
+
 
 @dataclass(frozen=True)
 class AnswerResult:
@@ -129,6 +163,11 @@ class AnswerResult:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> AnswerResult:
         return cls({prompt: list(tokens) for prompt, tokens in data.items()})
+
+    @classmethod
+    def join(cls, parts: Sequence[AnswerResult]) -> AnswerResult:
+        """The answers to all prompts."""
+        return cls({prompt: tokens for part in parts for prompt, tokens in part.answers.items()})
 
 
 @dataclass(frozen=True)
@@ -146,29 +185,48 @@ class SpeedResult:
 
 
 def cell_key(parts: Mapping[str, Any]) -> str:
-    """sha256 over everything that decides a cell's numbers."""
+    """sha256 over everything that decides a cell's numbers; over a stored cell, to know it again."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class CellStore:
-    """Cells below one folder."""
+    """What is kept below one folder. Several processes may read and write there at once."""
 
     folder: Path
 
-    def get(self, kind: type[Result], key: str, make: Callable[[], Result]) -> Result:
-        """The stored cell under `key`, or `make()`, stored first; both are read back, so they are equal."""
-        path = self.folder / f"{key[:24]}.json"
-        try:
-            return self._read(kind, path, key)
-        except (InputError, KeyError, TypeError, ValueError):
-            path.unlink(missing_ok=True)  # missing, or damaged: made again
-        write_json(path, {"key": key, "cell": make().to_json()})
-        return self._read(kind, path, key)
+    def path(self, key: str) -> Path:
+        return self.folder / f"{key[:24]}.json"
 
-    @staticmethod
-    def _read(kind: type[Result], path: Path, key: str) -> Result:
+    def find(self, kind: type[Result], key: str) -> Result | None:
+        """What is stored under `key`; None where nothing is, or what is there is damaged, which is said."""
+        try:
+            return self._read(kind, key)
+        except FileNotFoundError:
+            return None
+        except (InputError, KeyError, TypeError, ValueError):
+            print(f"{self.path(key)} is damaged: what it held is measured again", file=sys.stderr, flush=True)
+            return None
+
+    def get(self, kind: type[Result], key: str, make: Callable[[], Result]) -> Result:
+        """What is stored under `key`, or `make()`, stored first; both are read back, so they are equal.
+
+        Where another process stored it meanwhile, that stays: readers never see two results under one key.
+        """
+        found = self.find(kind, key)
+        if found is not None:
+            return found
+        made = json.loads(json.dumps(make().to_json()))
+        try:
+            return self._read(kind, key)
+        except (InputError, OSError, KeyError, TypeError, ValueError):
+            write_json(self.path(key), {"key": key, "cell": made, "sha256": cell_key(made)})
+        return self._read(kind, key)
+
+    def _read(self, kind: type[Result], key: str) -> Result:
+        path = self.path(key)
+        path.stat()  # a missing file is no damage: FileNotFoundError
         data = read_json(path)
-        if data["key"] != key:
-            raise ValueError(f"{path} holds another cell")
+        if data["key"] != key or data.get("sha256", cell_key(data["cell"])) != cell_key(data["cell"]):
+            raise ValueError(f"{path} is not what was stored under this key")
         return kind.from_json(data["cell"])

@@ -1,9 +1,11 @@
-"""What an evaluation holds fixed, where its results belong, and what `auto` needs before anything is measured."""
+"""Who is measured, what is held fixed, where results belong, and what `auto` needs before anything is measured."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from exittrain.build.base import TreeShape
 from exittrain.build.registry import drawn_by
@@ -20,6 +22,40 @@ from exittrain.stages.evaluation.results import (
     SpeedResult,
     VerifierResult,
 )  # fmt: skip
+
+if TYPE_CHECKING:
+    from exittrain.drafters.base import Drafter
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """A drafter that is measured. load: called when its turn comes; the rest is printed beside its numbers.
+
+    steps, sequences: what its training saw; train_seconds: wall clock of the steps; folder: where its weights lie, None
+    for one that is in memory alone.
+    """
+
+    name: str
+    load: Callable[[], Drafter]
+    role: str = "drafter"
+    objective: str | None = None
+    steps: int | None = None
+    sequences: int | None = None
+    train_seconds: float | None = None
+    folder: Path | None = None
+
+    def calibration(self) -> Calibration | None:
+        """Read without loading the weights, where they lie in a folder."""
+        return self.load().calibration if self.folder is None else Calibration.load(self.folder)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The drafter whose turn it is; its fingerprint is computed once."""
+
+    name: str
+    drafter: Drafter
+    fingerprint: str
 
 
 @dataclass(frozen=True)

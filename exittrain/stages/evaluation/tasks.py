@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -47,6 +48,10 @@ class Task:
 
     def fingerprint(self) -> str:
         """sha256 over ids and tokens: two tasks of one name with other prompts never share a result."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:  # every piece's key asks for it
         parts = [[p.id, p.token_ids] for p in self.prompts]
         parts += [[s.id, tuple(s.token_ids.tolist()), s.anchors] for s in self.sequences]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
