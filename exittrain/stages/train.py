@@ -140,8 +140,7 @@ def _run_arm(
         return {**held_out.measure(arm.drafter), **_staleness(arm, target, sequences, context.recipe.seed)}
 
     def save_best() -> None:
-        if is_main():
-            arm.drafter.save(folder / "best")
+        from_main(lambda: arm.drafter.save(folder / "best"))
 
     hooks = Hooks(
         evaluate=None if held_out is None else evaluate,
@@ -192,7 +191,11 @@ def arm_steps(context: StageContext, name: str, folder: Path, target: TargetMode
 
         def write() -> None:
             steps = max(1, round(other_steps * ratio))
-            write_json(file, {"steps": steps, "matches": other, "step_time_ratio": ratio, "matched_steps": other_steps})
+            write_json(
+                file,
+                {"steps": steps, "matches": other, "step_time_ratio": ratio, "matched_steps": other_steps},
+                seal=True,
+            )
             say(
                 f"{name}: {steps} steps take as long as {other_steps} of {other}, whose step takes {ratio:.2f} of these"
             )

@@ -24,11 +24,11 @@ from exittrain.stages.context import StageContext, say
 from exittrain.stages.heads import dials_of, make_head
 from exittrain.stages.training.drafter_loss import LossSettings
 from exittrain.stages.training.drafter_task import DrafterTask
-from exittrain.stages.training.engine import deepspeed_config
 from exittrain.stages.training.held_out import HeldOut
 from exittrain.stages.training.loop import Hooks, train
 from exittrain.stages.training.sequences import SequenceSet
 from exittrain.stages.training.settings import LoopSettings
+from exittrain.stages.training.zero_config import deepspeed_config
 
 STAGE = "warmup"
 TRAINED_DTYPE = (

@@ -1,6 +1,7 @@
 """Checkpoints that are whole or not there: written aside, marked last, checked before use; the last two are kept.
 
-step-000200/   model.pt (or DeepSpeed's zero/), rank-00000.pt a rank, COMPLETE.json (bytes and sha256 of every file)
+step-000200/   model.pt (parameters and moments by name), rank-00000.pt a rank, COMPLETE.json (bytes and sha256 of every
+               file). No file depends on the ZeRO stage or, but for how many rank files there are, on the ranks.
 """
 
 from __future__ import annotations
@@ -16,15 +17,21 @@ import torch
 
 from exittrain.errors import InputError
 from exittrain.records.files import TEMPORARY, fsync_folder, fsync_tree, sha256, write_json
-from exittrain.runtime.ranks import any_rank, barrier, is_main, rank, world_size
+from exittrain.runtime.ranks import any_rank, barrier, from_main, is_main, on_all, rank, world_size
 from exittrain.stages.training.engine import Engine
 
 COMPLETE = "COMPLETE.json"
+MODEL = "model.pt"
+FORMAT = 2  # of the files; 1 held DeepSpeed's own, one part a rank
 KEPT = 2
 
 
 def step_folder(folder: Path, step: int) -> Path:
     return folder / f"step-{step:06d}"
+
+
+def rank_file(index: int) -> str:
+    return f"rank-{index:05d}.pt"
 
 
 def save_checkpoint(folder: Path, step: int, engine: Engine, state: Mapping[str, Any]) -> None:
@@ -33,68 +40,97 @@ def save_checkpoint(folder: Path, step: int, engine: Engine, state: Mapping[str,
     Every rank calls it. Until the marker is in and the folder has its name, resuming takes the checkpoint before.
     """
     final, temporary = step_folder(folder, step), folder / f"{TEMPORARY}step-{step:06d}"
-    if is_main():
+
+    def begin() -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-    barrier()
-    engine.save(temporary)
-    torch.save(dict(state), temporary / f"rank-{rank():05d}.pt")
-    barrier()
-    if is_main():
-        fsync_tree(temporary)
-        files = {
-            file.relative_to(temporary).as_posix(): {"bytes": file.stat().st_size, "sha256": sha256(file)}
-            for file in sorted(temporary.rglob("*"))
-            if file.is_file()
-        }
-        write_json(temporary / COMPLETE, {"step": step, "world_size": world_size(), "files": files})
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(temporary, final)
-        fsync_folder(folder)
-        for old in sorted(folder.glob("step-*"))[:-KEPT]:
-            shutil.rmtree(old, ignore_errors=True)
-    barrier()
+
+    def write() -> None:
+        if is_main():
+            torch.save(model, temporary / MODEL)
+        torch.save(dict(state), temporary / rank_file(rank()))
+
+    from_main(begin)
+    model = engine.state()
+    on_all(write)
+    from_main(lambda: _complete(temporary, final, step))
+
+
+def _complete(temporary: Path, final: Path, step: int) -> None:
+    """Mark what all ranks have written as whole and give it its name; older checkpoints go."""
+    fsync_tree(temporary)
+    files = {
+        file.relative_to(temporary).as_posix(): {"bytes": file.stat().st_size, "sha256": sha256(file)}
+        for file in sorted(temporary.rglob("*"))
+        if file.is_file()
+    }
+    write_json(temporary / COMPLETE, {"format": FORMAT, "step": step, "world_size": world_size(), "files": files})
+    shutil.rmtree(final, ignore_errors=True)
+    os.replace(temporary, final)
+    fsync_folder(final.parent)
+    for old in sorted(final.parent.glob("step-*"))[:-KEPT]:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def latest_checkpoint(folder: Path) -> tuple[Path, int] | None:
-    """The newest whole checkpoint (path, step), or None. Damaged ones are removed, with a line saying so.
+    """The newest whole checkpoint (path, step), None where nothing was ever saved. Newer ones that are damaged are
+    removed, with a line saying so. Every rank calls it.
 
     Raises:
-        InputError: it was written by another number of ranks.
+        InputError: there are checkpoints and none is whole (training again from the start is the user's decision), or
+            the newest was written in another format.
     """
-    for path in sorted(folder.glob("step-*"), reverse=True):
-        complaint = _complaint(path)
+    damaged: dict[Path, str] = {}
+    for path in from_main(lambda: sorted(folder.glob("step-*"), reverse=True)):
+        complaint = _complaint(path, is_main())
         if any_rank(complaint is not None):
-            if is_main():
-                print(f"{path} is damaged ({complaint}): going on from the checkpoint before", flush=True)
-                shutil.rmtree(path, ignore_errors=True)
-            barrier()
+            damaged[path] = from_main(lambda complaint=complaint: complaint) or "another rank cannot read it"
             continue
         mark = json.loads((path / COMPLETE).read_text(encoding="utf-8"))
-        if mark["world_size"] != world_size():
+        if mark.get("format") != FORMAT:
             raise InputError(
-                f"{path} was written by {mark['world_size']} ranks and this run has {world_size()}: "
-                "start the same number, or delete the folder to train from the start"
+                f"{path} was written in another format ({mark.get('format', 1)}, this version reads {FORMAT}): "
+                f"finish with the version that began, or delete {folder} to train from the start"
             )
+        if is_main():
+            _tell(path, mark["world_size"], damaged)
+        barrier()
         return path, int(mark["step"])
+    if damaged:
+        named = "; ".join(f"{path.name}: {complaint}" for path, complaint in damaged.items())
+        raise InputError(
+            f"{folder} has checkpoints but none is whole ({named}): copy them back from where they are kept, "
+            f"or delete {folder} to train from the start"
+        )
     return None
 
 
-def load_checkpoint(path: Path, engine: Engine) -> dict[str, Any]:
-    """Restore the engine and return this rank's `state`."""
-    engine.load(path)
-    state: dict[str, Any] = torch.load(path / f"rank-{rank():05d}.pt", weights_only=True, map_location="cpu")
-    return state
+def _tell(path: Path, ranks: int, damaged: Mapping[Path, str]) -> None:
+    """Say what is gone on from, and remove the damaged ones that are newer."""
+    for other, complaint in damaged.items():
+        print(f"{other} is damaged ({complaint}): going on from {path.name}", flush=True)
+        shutil.rmtree(other, ignore_errors=True)
+    if ranks != world_size():
+        print(f"{path} was written by {ranks} ranks, going on with {world_size()}", flush=True)
 
 
-def _complaint(path: Path) -> str | None:
-    """What is wrong with a checkpoint folder, or None."""
+def load_checkpoint(path: Path, engine: Engine) -> list[dict[str, Any]]:
+    """Restore the engine; returns the `state` of every rank that saved, in their order."""
+    engine.load(torch.load(path / MODEL, weights_only=True, map_location="cpu", mmap=True))
+    ranks = json.loads((path / COMPLETE).read_text(encoding="utf-8"))["world_size"]
+    return [torch.load(path / rank_file(i), weights_only=True, map_location="cpu") for i in range(ranks)]
+
+
+def _complaint(path: Path, thorough: bool) -> str | None:
+    """What is wrong with a checkpoint folder, or None. thorough: hashes too, which one rank does for all."""
     try:
         files = json.loads((path / COMPLETE).read_text(encoding="utf-8"))["files"]
     except (OSError, ValueError, KeyError, TypeError):
         return f"no whole {COMPLETE}"
     for name, record in files.items():
         file = path / name
-        if not file.is_file() or file.stat().st_size != record["bytes"] or sha256(file) != record["sha256"]:
+        if not file.is_file() or file.stat().st_size != record["bytes"]:
+            return f"{name} is missing or changed"
+        if thorough and sha256(file) != record["sha256"]:
             return f"{name} is missing or changed"
     return None

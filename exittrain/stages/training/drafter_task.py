@@ -7,7 +7,7 @@ target's hidden size, F features of a token, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,10 +28,18 @@ from exittrain.stages.training.loop import Sums
 from exittrain.stages.training.scoring import Edges, score_edges, tree_edges
 from exittrain.stages.training.sequences import Plan, SequenceSet, batch_at, choose_anchors, micro_batches
 from exittrain.stages.training.settings import LoopSettings
-from exittrain.stages.training.trees import StoredTrees, draw_trees, move_trees, take_trees, tree_generators
+from exittrain.stages.training.trees import (
+    StoredTrees,
+    draw_trees,
+    join_trees,
+    move_trees,
+    take_trees,
+    tree_generators,
+)
 from exittrain.tree.batch import TreeBatch
 
 TARGET_TOKENS = 8192  # columns of one forward of the target
+TREE_FIELDS = ("token_ids", "parents", "depths", "valid", "draft_logprobs")
 
 
 class DrafterTask:
@@ -55,9 +63,15 @@ class DrafterTask:
             )
         last_anchor = positions - loss.shape.depth - 1
         self._anchor_masks = [sequences.anchor_mask(i, last_anchor) for i in range(len(sequences))]
+        levels = loss.depth_limit + 1 if loss.uses_trees else 0
+        self._exit_masses = [f"exit_mass/depth_{depth}" for depth in range(levels)]
         self._drawn: dict[int, TreeBatch] = {}  # step -> trees of this rank's share of that step's batch
 
     # What the loop asks for.
+
+    def runs_module(self, step: int) -> bool:
+        """Whether trees are due to be drawn: steps whose trees are there are the same on all ranks."""
+        return self._loss.uses_trees and self._stored is None and step not in self._drawn
 
     def prepare(self, step: int) -> list[MicroBatch]:
         plan = self._plan(step)
@@ -86,7 +100,8 @@ class DrafterTask:
         }
 
     def metrics(self, step: int, sums: Sums, totals: Sums) -> dict[str, float]:
-        """Means over the step's rows; node_gradient_share: of the two gradients' norms at the last hidden states."""
+        """Means over the step's rows; node_gradient_share: of the two gradients' norms at the last hidden states;
+        exit_mass/depth_d: the chance that the target leaves a tree at a node of depth d."""
         token = sums["token_loss"] / max(totals["tokens"], 1.0)
         numbers = {"token_loss": token, "num_tokens": totals["tokens"], "loss": self._loss.token_weight * token}
         if self._loss.uses_trees and totals["trees"]:
@@ -100,18 +115,32 @@ class DrafterTask:
                 "num_trees": totals["trees"],
                 "coverage": totals["coverage"] / totals["trees"],
                 "node_gradient_share": norms[1] / sum(norms) if sum(norms) else 0.0,
+                **{name: totals[name] / totals["trees"] for name in self._exit_masses},
             }
+            if drawn_by(self._loss.builder) == "top":  # of sampled trees it is no measure
+                numbers["block_length"] = 1 + numbers["coverage"]
         return numbers
 
     def state_dict(self) -> dict[str, Any]:
-        """Trees already drawn for steps to come: a later drafter would draw others."""
-        fields = ("token_ids", "parents", "depths", "valid", "draft_logprobs")
-        return {"drawn": {step: [getattr(trees, name).cpu() for name in fields] for step, trees in self._drawn.items()}}
+        """Trees already drawn for steps to come: a later drafter would draw others. Step -> [their rows of the step's
+        plan, by which any number of ranks finds its own, and the trees' tensors]."""
+        return {
+            "drawn": {
+                step: [self._own(self._plan(step))[3], *(getattr(trees, name).cpu() for name in TREE_FIELDS)]
+                for step, trees in self._drawn.items()
+            }
+        }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for step, (tokens, parents, depths, valid, scores) in state["drawn"].items():
-            trees = TreeBatch(tokens, parents, depths, valid, drawn_by(self._loss.builder), scores)
-            self._drawn[step] = move_trees(trees, self._target.device)
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        self._drawn = {}
+        for step in states[0]["drawn"]:
+            shares = [state["drawn"][step] for state in states]
+            parts = [
+                TreeBatch(*share[1:5], drawn_by(self._loss.builder), share[5]) for share in shares if len(share[0])
+            ]
+            trees = join_trees(parts, [share[0] for share in shares if len(share[0])])
+            own = take_trees(trees, self._own(self._plan(step))[3])
+            self._drawn[step] = move_trees(own, self._target.device)
 
     # How a step is made.
 
@@ -198,6 +227,8 @@ class DrafterTask:
         law = batch_exit_law(trees, edge_logprobs)
         terms = node_terms(loss.objective, trees, law, loss.normaliser, loss.depth_limit)
         counts = {"nodes": terms.denominator, "trees": float(len(trees)), "coverage": float(law.coverage.sum())}
+        masses = [torch.where(trees.depths == depth, law.exit, 0.0).sum() for depth in range(len(self._exit_masses))]
+        counts |= dict(zip(self._exit_masses, torch.stack(masses).tolist(), strict=True))
         made = TrainedTrees(edges, tree_sequence, anchors, terms, hidden, logits)
         return self._batch(indices, sequences, sampling, step, along, features, counts, made)
 
@@ -225,7 +256,7 @@ class DrafterTask:
         wanted, target_of = torch.unique_consecutive(layout.target_rows, dim=0, return_inverse=True)
         row, column = wanted.unbind(1)
         if self._loss.uses_trees:
-            counts = {"nodes": 0.0, "trees": 0.0, "coverage": 0.0, **counts}
+            counts = dict.fromkeys(("nodes", "trees", "coverage", *self._exit_masses), 0.0) | counts
         num_tokens = float(len(layout.labels)) if layout.weights is None else float(layout.weights.sum())
         return MicroBatch(
             sample_ids=[self._sequences.ids[i] for i in indices],

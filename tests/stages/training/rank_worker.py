@@ -18,10 +18,10 @@ from exittrain.runtime.signals import StopFlag
 from exittrain.runtime.tracker import Tracker
 from exittrain.stages.training.drafter_loss import LossSettings
 from exittrain.stages.training.drafter_task import DrafterTask
-from exittrain.stages.training.engine import deepspeed_config
 from exittrain.stages.training.loop import Hooks, train
 from exittrain.stages.training.sequences import SequenceSet
 from exittrain.stages.training.settings import LoopSettings
+from exittrain.stages.training.zero_config import deepspeed_config
 
 
 def main() -> None:
@@ -48,7 +48,7 @@ def main() -> None:
 
     task.prepare = prepare  # type: ignore[method-assign]
     folder = Path(asked["folder"])
-    hooks = Hooks(tracker=lambda step: Tracker(folder, "t", mode="disabled", resume_step=step), stop=stop)
+    hooks = Hooks(tracker=lambda step: Tracker(folder, "t", step), stop=stop)
     try:
         train(task, settings, folder, deepspeed_config(asked["config"]), hooks)
     except Interrupted as error:

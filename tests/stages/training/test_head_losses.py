@@ -24,10 +24,10 @@ from exittrain.stages.training import losses as losses_module
 from exittrain.stages.training import scoring
 from exittrain.stages.training.drafter_loss import LossSettings
 from exittrain.stages.training.drafter_task import DrafterTask
-from exittrain.stages.training.engine import deepspeed_config
 from exittrain.stages.training.loop import Trainer
 from exittrain.stages.training.sequences import SequenceSet
 from exittrain.stages.training.settings import LoopSettings
+from exittrain.stages.training.zero_config import deepspeed_config
 
 VOCAB = 40
 DRAFTED = torch.tensor([0, 1, 3, 4, 5, 8, 9, 11, 12, 15, 17, 18, 20, 21, 25, 26, 27, 30, 31, 33, 36, 37, 38, 39])

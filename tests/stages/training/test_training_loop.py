@@ -20,10 +20,10 @@ from exittrain.runtime.signals import StopFlag
 from exittrain.runtime.tracker import Tracker, read_metrics
 from exittrain.stages.training import checkpoints
 from exittrain.stages.training.checkpoints import latest_checkpoint
-from exittrain.stages.training.engine import deepspeed_config
 from exittrain.stages.training.loop import Hooks, Trainer, train
 from exittrain.stages.training.sequences import SequenceSet
 from exittrain.stages.training.settings import LoopSettings
+from exittrain.stages.training.zero_config import deepspeed_config
 
 TREE_LOSS = {"objective": "reach_kl", "refresh_every": 4}
 SAMPLED_LOSS = {
@@ -48,7 +48,7 @@ class StopAfter(StopFlag):
 
 
 def run(made: SimpleNamespace, folder: Path, stop: StopFlag | None = None, **hooks) -> object:
-    tracker = lambda step: Tracker(folder, "test", mode="disabled", resume_step=step)  # noqa: E731
+    tracker = lambda step: Tracker(folder, "test", step)  # noqa: E731
     hooks = {"tracker": tracker, "stop": stop or StopFlag(), **hooks}
     return train(made.task, made.settings, folder, deepspeed_config("zero0"), Hooks(**hooks))
 
@@ -64,7 +64,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 def without_clock(path: Path) -> list[dict]:
-    return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in read_metrics(path)]
+    return [{k: v for k, v in line.items() if not k.startswith(("time/", "memory/"))} for line in read_metrics(path)]
 
 
 @pytest.mark.parametrize("loss", [{}, TREE_LOSS, SAMPLED_LOSS], ids=["token", "trees", "sampled"])
@@ -180,11 +180,36 @@ def test_nothing_unsafe_is_pickled(saved: Path) -> None:
         assert torch.load(file, weights_only=True)
 
 
-def test_another_number_of_ranks_is_refused(saved: Path) -> None:
+def remark(saved: Path, **changes: object) -> None:
     mark = saved / "step-000006" / "COMPLETE.json"
-    mark.write_text(json.dumps({**json.loads(mark.read_text()), "world_size": 2}))
-    with pytest.raises(InputError, match="2 ranks"):
+    record = {**json.loads(mark.read_text()), **changes}
+    mark.write_text(json.dumps({name: value for name, value in record.items() if value is not None}))
+
+
+def test_another_number_of_ranks_is_said(saved: Path, capsys: pytest.CaptureFixture) -> None:
+    """cases.md 80."""
+    remark(saved, world_size=2)
+    assert latest_checkpoint(saved) == (saved / "step-000006", 6)
+    assert "step-000006 was written by 2 ranks, going on with 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("version", [None, 3])
+def test_another_format_is_refused(saved: Path, version: int | None) -> None:
+    remark(saved, format=version)
+    with pytest.raises(InputError, match=f"another format .{version or 1}, this version reads 2.*delete .*arm"):
         latest_checkpoint(saved)
+    assert (saved / "step-000006" / "model.pt").exists()
+
+
+def test_no_whole_checkpoint_is_an_error(saved: Path, make_task: Callable) -> None:
+    """Never a silent start from zero: all are named, nothing is removed, and the user decides."""
+    for name, file in (("step-000004", "rank-00000.pt"), ("step-000006", "model.pt")):
+        (saved / name / file).write_bytes(b"?")
+    for _ in range(2):
+        with pytest.raises(InputError, match=r"none is whole .step-000006: model.pt is .*step-000004: rank-00000.pt is"):
+            run(make_task({"steps": 6}), saved)
+    shutil.rmtree(saved)
+    assert latest_checkpoint(saved) is None
 
 
 def test_sigterm_finishes_the_step(make_task: Callable, folder: Path) -> None:

@@ -15,10 +15,10 @@ from exittrain.law.sampling import Sampling, process_logits
 from exittrain.models.packed import pack
 from exittrain.stages.training import losses as losses_module
 from exittrain.stages.training import scoring
-from exittrain.stages.training.engine import deepspeed_config
 from exittrain.stages.training.loop import Trainer
 from exittrain.stages.training.sequences import SequenceSet
 from exittrain.stages.training.trees import tree_generators
+from exittrain.stages.training.zero_config import deepspeed_config
 from exittrain.tree.merge import merge_batch
 
 TREES = [name for name, objective in OBJECTIVES.items() if objective.on != "nothing"]
