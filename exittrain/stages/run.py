@@ -24,12 +24,10 @@ FUNCTIONS = {
     "data": ("data", "run_data"),
     "warmup": ("warmup", "run_warmup"),
     "train": ("train", "run_train"),
-    "eval": ("evaluate", "run_eval"),
     "report": ("report", "run_report"),
 }
-ALONE = ("eval", "report")  # the main rank's work; every rank enters the other stages
-SPLIT = {"collect": ("collect", "collect")}  # several jobs may share the work_ of these; finish_ writes the end
-
+ALONE = ("report",)  # the main rank's work; every rank enters the other stages
+SPLIT = {"collect": ("collect", "collect"), "eval": ("evaluate", "eval")}  # jobs share work_..., one does finish_...
 CHECKS = {"eval": ("evaluate", "check_eval")}  # what can still refuse, asked before an earlier result is given up
 
 
@@ -68,7 +66,7 @@ def run_stages(context: StageContext, names: Sequence[str]) -> None:
             several stages or of one that falls into no parts.
         Interrupted: a signal came and the state is saved.
     """
-    ranks.setup(context.device, context.run.path)
+    ranks.setup(context.device, context.run.path, context.stop)
     if context.part != WHOLE:
         _run_part(context, names)
         return
@@ -143,16 +141,21 @@ def _check(context: StageContext, names: Sequence[str]) -> None:
             stored = run.stored_key(before)
             if stored != context.stage_key(before):
                 state = "has not been run" if stored is None else "was made by another recipe"
-                verb = "data" if before == "target" else before  # `data` makes the target too
-                remedy = f"run `exittrain {verb}` or `exittrain run` first"
-                raise InputError(f"stage {before!r} {state} in {run.path}: {remedy}")
+                if stored is None and (mark := run.mark_damage(before)) is not None:
+                    state = f"cannot be used ({mark})"
+                raise InputError(f"stage {before!r} {state} in {run.path}: {_remedy(before)} first")
+            if (damage := run.damage(before, results_only=True)) is not None:
+                raise InputError(f"{damage}: {_remedy(before)} first, which makes anew what is damaged")
+
+
+def _remedy(stage: str) -> str:
+    verb = "data" if stage == "target" else stage  # `data` makes the target too
+    return f"run `exittrain {verb}` or `exittrain run`"
 
 
 def _each(context: StageContext, names: Sequence[str]) -> None:
     for name in names:
-        if ranks.any_rank(context.stop.is_set):  # one rank's signal is everyone's
-            context.stop.set(context.stop.name or "a signal to another rank")
-        context.stop.raise_if_set()
+        ranks.raise_if_stopped(context.stop)  # one rank's signal is everyone's
         run_stage(context, name)
 
 
@@ -204,6 +207,8 @@ def _prepare(context: StageContext, name: str) -> str:
             say(f"{name}: done")
             return "done"
         say(f"{name}: again, because {damage}")
+    elif (mark := run.mark_damage(name)) is not None:
+        say(f"{name}: again, because {mark}")
     elif stored is not None or run.started_key(name) not in (None, key):
         say(f"{name}: again, because the recipe, its data or what it stands on has changed")
     elif run.started_key(name) == key:
@@ -212,6 +217,7 @@ def _prepare(context: StageContext, name: str) -> str:
         say(f"{name}: starting")
     if name in CHECKS and run.started_key(name) != key:
         _function(CHECKS[name])(context)
+    check_disk(context, [name])  # again: others write to this disk too
     if name not in ("data", "train"):  # data replaces itself when all is read; train's arms have keys of their own
         run.begin(name, key)
     return "todo"
