@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from io import BytesIO
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from exittrain.errors import InputError
-from exittrain.records.files import read_json, sha256, write_bytes, write_json
+from exittrain.records.files import is_whole, read_json, record_of, write_bytes, write_json
 from exittrain.records.schema import SCHEMA_VERSION, tree_features
 
 MANIFEST = "manifest.json"
@@ -63,8 +62,8 @@ def write_shard(path: str | Path, rows: Sequence[Mapping[str, Any]], features: A
     """Write one shard and then its record beside it, `<shard>.json`; return the record {rows, bytes, sha256}."""
     path = Path(path)
     write_rows(path, rows, features or tree_features())
-    record = {"rows": len(rows), "bytes": path.stat().st_size, "sha256": sha256(path)}
-    write_json(path.with_suffix(".json"), record)
+    record = {"rows": len(rows), **record_of(path)}
+    write_json(path.with_suffix(".json"), record, seal=True)
     return record
 
 
@@ -72,9 +71,8 @@ def shard_is_whole(path: str | Path) -> bool:
     """The shard and its record exist and agree: it need not be made again."""
     path = Path(path)
     try:
-        record = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-        return bool(path.stat().st_size == record["bytes"] and sha256(path) == record["sha256"])
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return is_whole(path, read_json(path.with_suffix(".json")))
+    except (ValueError, KeyError, TypeError):  # InputError is a ValueError
         return False
 
 
@@ -82,7 +80,7 @@ def has_record(path: str | Path) -> bool:
     """The shard and its record are there and agree on the size. Cheap: what is in the shard is not looked at."""
     path = Path(path)
     try:
-        return bool(path.stat().st_size == json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))["bytes"])
+        return bool(path.stat().st_size == read_json(path.with_suffix(".json"))["bytes"])
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return False
 
@@ -99,7 +97,7 @@ def write_manifest(folder: str | Path, count: int, extra: Mapping[str, Any] | No
         "shards": shards,
         "rows": sum(shard["rows"] for shard in shards.values()),
     }
-    write_json(folder / MANIFEST, manifest)
+    write_json(folder / MANIFEST, manifest, seal=True)
     return manifest
 
 
@@ -117,7 +115,7 @@ def read_shards(folder: str | Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for name, record in sorted(manifest["shards"].items()):
         path = folder / name
-        if not path.is_file() or path.stat().st_size != record["bytes"] or sha256(path) != record["sha256"]:
+        if not is_whole(path, record):
             raise InputError(f"{path} is missing or damaged: run `exittrain collect` again, only that shard is redone")
         rows.extend(read_rows(path))
     return rows

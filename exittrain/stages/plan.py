@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from exittrain.config.schema import ArmSection, EvalSection, Recipe
-from exittrain.errors import InputError
 from exittrain.models.features import CACHE_BYTES
-from exittrain.records.share import ROOTS
 from exittrain.runtime import ranks
 from exittrain.stages.costs import (
     CONTEXT_TOKENS,
@@ -23,12 +19,10 @@ from exittrain.stages.costs import (
     matched_steps,
     weight_bytes,
 )
+from exittrain.stages.disk import DEFAULT_PROMPTS, num_sequences, stage_bytes
 from exittrain.stages.sizes import ModelSize, drafter_size, target_size
 
 TRAINED_BYTES = 16  # a float32 parameter in training: weight, gradient, two Adam moments
-CHECKPOINT_BYTES = 12  # weight and two Adam moments
-KEPT_CHECKPOINTS = 2  # the newest complete one and the one being written
-SAVED_BYTES = 4  # a parameter of a saved drafter
 ROUND_TOKENS = 2  # assumed of a decoding round: one accepted token and the bonus token
 GIB = float(1 << 30)
 TARGET_NOTE = "target tokens: positions put through the target."
@@ -36,8 +30,6 @@ KEPT_NOTE = (
     f"A head's features and the target's states are computed once and kept, up to {CACHE_BYTES / GIB:g} GiB a process "
     "in host memory; beyond that they are computed again in every epoch."
 )
-DEFAULT_SEQUENCES = 1000  # assumed where the recipe takes "all there is"
-DEFAULT_PROMPTS = 80  # of a task
 
 
 @dataclass(frozen=True)
@@ -68,13 +60,13 @@ class Plan:
 
 
 def make_plan(recipe: Recipe) -> Plan:
-    """Estimates, rounded up in doubt: memory per process, disk in the run folder.
+    """Estimates, rounded up in doubt: memory per process, disk in the run folder (stages/disk.py).
 
     Raises:
         InputError: the recipe's head does not fit its target.
     """
     target, drafter = target_size(recipe), drafter_size(recipe)
-    sequences = recipe.data.train.count or _num_rows(recipe.data.train.path) or DEFAULT_SEQUENCES
+    sequences, disk = num_sequences(recipe), stage_bytes(recipe)
     trained = sequences if recipe.data.heldout else max(1, round(sequences * (1 - recipe.data.heldout_fraction)))
     rows = []
     if recipe.target.scratch is not None and target is not None:
@@ -88,23 +80,9 @@ def make_plan(recipe: Recipe) -> Plan:
         rows.extend(_arm_rows(recipe, trained, target))
     if recipe.eval is not None:
         rows.append(_eval_row(recipe, recipe.eval, max(sequences - trained, 1), target, drafter))
-        rows.append(StagePlan("report", "one HTML file", 0, 0, 0, 3e8, 5e6))
+        rows.append(StagePlan("report", "one HTML file", 0, 0, 0, 3e8, None))
+    rows = [replace(row, disk_bytes=disk[row.stage]) for row in rows]
     return Plan(rows, ranks.world_size(), target, drafter)
-
-
-def check_disk(recipe: Recipe, folder: Path) -> None:
-    """Raises:
-    InputError: the file system of `folder` has less room than the whole recipe is estimated to need.
-    """
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    used = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) if folder.exists() else 0
-    needed = make_plan(recipe).disk_bytes - used
-    free = shutil.disk_usage(existing).free
-    if needed > free:
-        raise InputError(
-            f"the run needs about {needed / GIB:.1f} GiB more in {folder}, {free / GIB:.1f} GiB are free: "
-            "make room, or set run_dir to another disk"
-        )
 
 
 def render(plan: Plan, recipe: Recipe, stages: Sequence[str] | None = None) -> str:
@@ -132,8 +110,7 @@ def _scratch_row(recipe: Recipe, target: ModelSize) -> StagePlan:
     memory = target.num_parameters * TRAINED_BYTES + micro * kept_bytes(target, scratch.length, scratch.length)
     memory += logit_bytes(micro * scratch.length, target.vocab_size)
     tokens = scratch.steps * scratch.batch_size * scratch.length
-    disk = _training_disk(target, 1)
-    return StagePlan("target", "train a target from nothing", scratch.steps, tokens, tokens, memory, disk)
+    return StagePlan("target", "train a target from nothing", scratch.steps, tokens, tokens, memory, None)
 
 
 def _data_row(recipe: Recipe, sequences: int, target: ModelSize | None) -> StagePlan:
@@ -141,13 +118,13 @@ def _data_row(recipe: Recipe, sequences: int, target: ModelSize | None) -> Stage
     generated = source.kind in ("prompts", "magpie") or source.regenerate
     work = f"{source.kind}, {sequences} sequences" + (", written by the target" if generated else "")
     if not generated:
-        return StagePlan("data", work, 0, sequences * recipe.data.max_length, 0, 5e8, 10.0 * sequences * 512)
+        return StagePlan("data", work, 0, sequences * recipe.data.max_length, 0, 5e8, None)
     tokens = sequences * (generation.max_new_tokens + generation.max_prompt_tokens)
     memory = None
     if target is not None:
         columns = generation.batch_size * (generation.max_new_tokens + generation.max_prompt_tokens)
         memory = weight_bytes(recipe, target) + forward_bytes(target, columns, recipe)
-    return StagePlan("data", work, 0, tokens, tokens, memory, 10.0 * tokens)
+    return StagePlan("data", work, 0, tokens, tokens, memory, None)
 
 
 def _warmup_row(recipe: Recipe, sequences: int, target: ModelSize | None, drafter: ModelSize | None) -> StagePlan:
@@ -155,7 +132,7 @@ def _warmup_row(recipe: Recipe, sequences: int, target: ModelSize | None, drafte
     assert warmup is not None
     loop = Loop(recipe, warmup, sequences, warmup.token_loss, trained=drafter, target=target)
     work = f"drafter from {recipe.drafter.init or recipe.drafter.kind}, {warmup.token_loss}"
-    return _loop_row("warmup", work, loop, 1)
+    return _loop_row("warmup", work, loop)
 
 
 def _collect_row(recipe: Recipe, sequences: int, target: ModelSize | None, drafter: ModelSize | None) -> StagePlan:
@@ -163,10 +140,9 @@ def _collect_row(recipe: Recipe, sequences: int, target: ModelSize | None, draft
     assert collect is not None
     used = min(collect.sequences or sequences, sequences)
     trees, nodes = used * collect.anchors_per_sequence, recipe.tree.budget + 1
-    disk = trees * nodes * (52.0 + 8.0 * collect.top_k_logprobs)
     work = f"{trees:,} trees of {recipe.tree.budget} nodes in {collect.shards} shards"
     scored = used * recipe.data.max_length + trees * recipe.tree.budget
-    return StagePlan("collect", work, 0, trees * nodes, scored, _serving_bytes(recipe, target, drafter), disk)
+    return StagePlan("collect", work, 0, trees * nodes, scored, _serving_bytes(recipe, target, drafter), None)
 
 
 def _arm_rows(recipe: Recipe, sequences: int, target: ModelSize | None) -> list[StagePlan]:
@@ -178,7 +154,7 @@ def _arm_rows(recipe: Recipe, sequences: int, target: ModelSize | None) -> list[
     for name, arm in train.arms.items():
         loop, work = _matched(loops, name, arm)
         adapters = "" if train.lora is None else f", adapters of rank {train.lora.rank}"
-        rows.append(_loop_row(f"train/{name}", work + adapters, loop, 2))
+        rows.append(_loop_row(f"train/{name}", work + adapters, loop))
     return rows
 
 
@@ -199,16 +175,9 @@ def _control(recipe: Recipe) -> str | None:
     return recipe.train.control if recipe.train else None
 
 
-def _loop_row(stage: str, work: str, loop: Loop, saved: int) -> StagePlan:
-    """saved: drafters written beside the checkpoints."""
+def _loop_row(stage: str, work: str, loop: Loop) -> StagePlan:
     tokens = loop.passes * loop.trained_positions
-    disk = None if loop.trained is None else _training_disk(loop.trained, saved)
-    return StagePlan(stage, work, loop.optim.steps, tokens, loop.target_tokens, loop.memory_bytes, disk)
-
-
-def _training_disk(size: ModelSize, saved: int) -> float:
-    checkpoints = CHECKPOINT_BYTES * KEPT_CHECKPOINTS * size.trained_parameters
-    return float(checkpoints + saved * SAVED_BYTES * size.num_parameters)
+    return StagePlan(stage, work, loop.optim.steps, tokens, loop.target_tokens, loop.memory_bytes, None)
 
 
 def _eval_row(
@@ -225,7 +194,7 @@ def _eval_row(
     if contexts:
         scored += (cells + temperatures * section.oracle) * (contexts * budget + heldout * recipe.data.max_length)
     work = f"{arms} drafters, temperatures {section.temperatures}, verifiers {', '.join(section.verifiers)}"
-    return StagePlan("eval", work, 0, tokens, scored, _serving_bytes(recipe, target, drafter), 2e6 * arms)
+    return StagePlan("eval", work, 0, tokens, scored, _serving_bytes(recipe, target, drafter), None)
 
 
 def _serving_bytes(recipe: Recipe, target: ModelSize | None, drafter: ModelSize | None) -> float | None:
@@ -235,15 +204,6 @@ def _serving_bytes(recipe: Recipe, target: ModelSize | None, drafter: ModelSize 
     rows = logit_bytes(CONTEXT_TOKENS, target.vocab_size)
     weights = weight_bytes(recipe, target) + weight_bytes(recipe, drafter)
     return weights + forward_bytes(target, CONTEXT_TOKENS, recipe) + rows
-
-
-def _num_rows(path: str | None) -> int | None:
-    """Lines of a local JSONL file."""
-    found = next((root / path for root in (Path(), *ROOTS) if (root / path).is_file()), None) if path else None
-    if found is None or found.suffix != ".jsonl":
-        return None
-    with open(found, "rb") as file:
-        return sum(1 for line in file if line.strip())
 
 
 def _model_line(size: ModelSize | None, name: str) -> str:

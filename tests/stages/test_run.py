@@ -14,7 +14,7 @@ from exittrain.errors import InputError, Interrupted
 from exittrain.records.files import read_json
 from exittrain.records.run_folder import RunFolder
 from exittrain.runtime.lock import hold
-from exittrain.stages import plan
+from exittrain.stages import disk
 from exittrain.stages import run as run_module
 from exittrain.stages.context import StageContext, file_hash
 from exittrain.stages.run import run_all, run_stages
@@ -143,8 +143,8 @@ def test_a_folder_that_cannot_be_written_is_named(corpus: Path, tmp_path: Path) 
 
 
 def test_too_little_disk_stops_before_the_start(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
-    with pytest.raises(InputError, match="GiB are free"):
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    with pytest.raises(InputError, match="are free: make room, or set run_dir"):
         run_all(StageContext(recipe_of(corpus), RunFolder(tmp_path / "run")))
     assert not (tmp_path / "run").exists()
 

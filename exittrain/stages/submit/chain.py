@@ -17,7 +17,7 @@ from exittrain.errors import InputError
 from exittrain.records.files import write_text
 from exittrain.runtime.lock import hold
 from exittrain.stages.context import StageContext, say
-from exittrain.stages.plan import check_disk
+from exittrain.stages.disk import check_disk
 from exittrain.stages.run import wanted
 from exittrain.stages.sources import check_sources
 from exittrain.stages.submit import commands
@@ -102,7 +102,7 @@ def submit(context: StageContext, profile: Profile) -> list[Job]:
         return []
     if not commands.has_slurm():
         raise InputError("sbatch is not on PATH, so nothing can be submitted here: --plan prints the scripts")
-    check_disk(context.recipe, run)
+    check_disk(context, wanted(context))
     keys = {name: context.stage_key(name) for name in wanted(context)}
     _refuse_a_live_chain(run)  # before the lock too, which a job that runs would hold
     with hold(run):

@@ -22,6 +22,7 @@ from exittrain.records.run_folder import RunFolder
 from exittrain.records.shards import read_rows, read_shards, shard_name
 from exittrain.runtime.tracker import read_metrics
 from exittrain.stages import collect as collect_module
+from exittrain.stages import disk
 from exittrain.stages import train as train_module
 from exittrain.stages.collect import run_collect
 from exittrain.stages.context import StageContext
@@ -198,8 +199,8 @@ def test_collect_goes_on_where_it_stopped(copied: StageContext, monkeypatch: pyt
 def test_collect_looks_at_the_disk_first(copied: StageContext, monkeypatch: pytest.MonkeyPatch) -> None:
     copied.run.reset("collect")
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(collect_module.shutil, "disk_usage", lambda path: usage(1, 1, 100))
-    with pytest.raises(InputError, match="GiB are free"):
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: usage(1, 1, 100))
+    with pytest.raises(InputError, match="are free: make room, or"):
         run_collect(copied)
     assert not list((copied.run.path / "collect").glob("shard-*"))
 
