@@ -46,7 +46,7 @@ def read_json(path: str | Path) -> Any:
     path = Path(path)
     try:
         return unsealed(json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise InputError(f"{path} does not exist") from None
     except ValueError as error:
         raise InputError(f"{path} is damaged or truncated ({error}): delete it and run the stage again") from None
