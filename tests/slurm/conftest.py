@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from slurm_chain import Chain
 from slurm_cluster import Cluster, missing_programs
 
 
@@ -31,6 +32,11 @@ def cluster(started: Cluster, monkeypatch: pytest.MonkeyPatch) -> Cluster:
         monkeypatch.setenv(name, started.environment[name])
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     return started
+
+
+@pytest.fixture
+def chain(cluster: Cluster, tmp_path: Path, corpus: Path) -> Chain:
+    return Chain(cluster, tmp_path / "a run", corpus)
 
 
 @pytest.fixture(scope="session")

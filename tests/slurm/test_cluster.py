@@ -1,7 +1,4 @@
-"""Real sbatch, srun, scontrol and scancel. The chains run a stub in place of python, so that each takes seconds.
-
-A stub's stage does what RUN/STAGE.sh says and else ends well; RUN/calls.txt has a line a task.
-"""
+"""Real sbatch, srun, scontrol and scancel; the chains run stubs (slurm_chain.py)."""
 
 from __future__ import annotations
 
@@ -11,73 +8,17 @@ from pathlib import Path
 
 import pytest
 from node_lists import NODE_LISTS
-from slurm_cluster import TINY, Cluster, wait_until
+from slurm_chain import WAIT_FOR_SIGNAL, Chain, context_of
+from slurm_cluster import Cluster, wait_until
 
-from exittrain.config.load import load_recipe
 from exittrain.errors import InputError
-from exittrain.records.run_folder import RunFolder
 from exittrain.runtime.slurm import expand_nodes
-from exittrain.stages.context import StageContext
-from exittrain.stages.submit.chain import stage_jobs, submit
-from exittrain.stages.submit.profile import build_profile, load_profile
-from exittrain.stages.submit.record import read_events, read_record
+from exittrain.stages.submit.chain import stage_jobs
+from exittrain.stages.submit.profile import load_profile
+from exittrain.stages.submit.record import read_record
 from exittrain.stages.submit.status import read_status, render
 
 pytestmark = pytest.mark.slurm
-SECONDS = 120.0
-STUB = """
-stage=$3 run=$4
-echo "$stage task $SLURM_PROCID of $SLURM_STEP_NUM_TASKS life ${SLURM_RESTART_COUNT:-0}" >> "$run/calls.txt"
-[ ! -f "$run/$stage.sh" ] || source "$run/$stage.sh"
-"""
-WAIT_FOR_SIGNAL = """
-if [ -z "$SLURM_RESTART_COUNT" ]; then
-  trap 'exit 75' USR1
-  touch "$run/ready.$SLURM_PROCID"
-  for i in $(seq 300); do sleep 0.2; done
-fi
-"""
-
-
-def context_of(folder: Path, corpus: Path) -> StageContext:
-    local = [f"target.scratch.corpus={corpus}", f"data.train.path={corpus}", "eval.speed=false"]
-    return StageContext(load_recipe(TINY, local), RunFolder(folder))
-
-
-class Chain:
-    """A submitted chain of stubs."""
-
-    def __init__(self, cluster: Cluster, folder: Path, corpus: Path) -> None:
-        self.cluster, self.folder = cluster, folder
-        self._context = context_of(folder, corpus)
-        self._stub = folder.parent / "stub.sh"
-        self._stub.write_text(STUB)
-        folder.mkdir(exist_ok=True)
-
-    def stage(self, name: str, script: str) -> None:
-        (self.folder / f"{name}.sh").write_text(script)
-
-    def submit(self, *overrides: str) -> dict[str, str]:
-        """Job ids by stage."""
-        python = {"python": f"bash '{self._stub}'", "time": "10", "cpus_per_task": 1, "signal_seconds": 30}
-        jobs = submit(self._context, build_profile(python, overrides, "profile"))
-        self.ids = {job.stage: job.job_id for job in jobs}
-        return self.ids
-
-    def state(self, stage: str, *states: str) -> dict[str, str]:
-        return self.cluster.wait_for(self.ids[stage], states, SECONDS)
-
-    def calls(self) -> list[str]:
-        file = self.folder / "calls.txt"
-        return file.read_text().splitlines() if file.exists() else []
-
-    def events(self, stage: str) -> list[str]:
-        return [words for _, _, where, words in read_events(self.folder).rows if where == stage]
-
-
-@pytest.fixture
-def chain(cluster: Cluster, tmp_path: Path, corpus: Path) -> Chain:
-    return Chain(cluster, tmp_path / "a run", corpus)
 
 
 @pytest.mark.parametrize("text", [text for text in NODE_LISTS if text])
