@@ -17,14 +17,13 @@ from exittrain.config.load import apply_override, describe, parse_yaml
 from exittrain.config.schema import Positive, Section
 from exittrain.errors import InputError, nearest
 from exittrain.records.share import share_names, share_path
-from exittrain.stages.run import ALONE
+from exittrain.stages.run import ALONE, SPLIT
 
 FOLDER = "slurm/profiles"
 DEFAULT = "cpu"
 Verb = Literal["data", "warmup", "collect", "train", "eval", "report"]
 VERBS: tuple[Verb, ...] = ("data", "warmup", "collect", "train", "eval", "report")  # `data` makes a target too
 FEW = ("data", *ALONE)  # most of it is one process's work: a profile's nodes are not meant for it
-SPLIT = ("collect", "eval")  # made of pieces that the jobs of an array share
 OURS = (
     "array", "a", "dependency", "d", "output", "o", "kill-on-invalid-dep", "no-requeue", "signal", "parsable", "hold",
     "H", "wrap",

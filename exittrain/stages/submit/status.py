@@ -115,7 +115,7 @@ class _Reader:
         if stage == "collect" and recipe.collect is not None:
             return pieces_done(folder.glob("shard-*.parquet"), recipe.collect.shards, "shards")
         if stage == "eval":
-            return pieces_done((folder / "cells").glob("*.json"), 0, "measurements")
+            return pieces_done((folder / "cells").glob("*.json"), 0, "pieces")
         return ""
 
     def _arm(self, name: str, train: TrainSection) -> tuple[str, str]:
