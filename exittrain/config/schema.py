@@ -235,6 +235,7 @@ class TrackingSection(Section):
     wandb: Literal["online", "offline", "disabled"] = "offline"
     project: str = "exittrain"
     entity: str | None = None
+    tensorboard: bool = False  # event files in each stage's folder; needs the package tensorboard
 
 
 class Recipe(Section):

@@ -6,12 +6,15 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import exittrain
+from exittrain.runtime.ranks import world_size
 
+SLURM = ("JOB_ID", "ARRAY_JOB_ID", "RESTART_COUNT", "JOB_NAME", "JOB_PARTITION", "CLUSTER_NAME", "JOB_NUM_NODES")
 PACKAGES = ("exittrain", "torch", "transformers", "deepspeed", "datasets", "peft", "safetensors", "numpy", "wandb")
 
 
@@ -33,6 +36,20 @@ def collect_provenance(argv: list[str] | None = None) -> dict[str, Any]:
             "gpus": gpus,
         },
     }
+
+
+def public_facts() -> dict[str, Any]:
+    """What may be shown elsewhere of this process: `shown`, and of the environment only how many ranks there are and
+    which SLURM job this is."""
+    slurm = {name.lower(): value for name in SLURM if (value := os.environ.get(f"SLURM_{name}"))}
+    return {**shown(collect_provenance()), "world_size": world_size(), "slurm": slurm}
+
+
+def shown(provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the command line, and of changes to the code only whether there are some."""
+    git = provenance.get("git")
+    kept = {name: provenance[name] for name in ("python", "versions", "hardware") if name in provenance}
+    return {**kept, "git": None if git is None else {"commit": git["commit"], "dirty": bool(git["diff"])}}
 
 
 def _version(package: str) -> str | None:

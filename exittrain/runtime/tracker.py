@@ -1,50 +1,50 @@
-"""Metrics: a local JSONL that has everything, and wandb beside it when it works. A failure of wandb stops nothing."""
+"""Metrics: a local JSONL that has everything and is the truth; wandb and TensorBoard beside it show the same."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from exittrain.errors import InputError
 from exittrain.records.files import write_text
 from exittrain.runtime.ranks import is_main
+from exittrain.runtime.wandb_run import WandbRun
 
-Mode = Literal["online", "offline", "disabled"]
+METRICS, EVENTS = "metrics.jsonl", "tensorboard"
+Value = float | int | str | None
 
 
 class Tracker:
-    """`log(metrics, step)` appends a line {"step": step, ...} to `run_dir`/metrics.jsonl and tells wandb.
+    """`log(metrics, step)` appends a line {"step": step, ...} to `folder`/metrics.jsonl and tells the others.
 
-    Every metric shares one axis, `global_step`, of our own: wandb's inner counter refuses to go back after a resume.
-    Only the main rank writes; on the others every call does nothing.
+    In wandb the metrics are called `name`/..., all on one axis of steps; TensorBoard's files lie in
+    `folder`/tensorboard. Only the main rank writes; on the others every call does nothing.
     """
 
     def __init__(
-        self,
-        run_dir: str | Path,
-        name: str,
-        config: Mapping[str, Any] | None = None,
-        mode: Mode = "offline",
-        project: str = "exittrain",
-        entity: str | None = None,
-        resume_step: int | None = None,
-    ) -> None:
+        self, folder: str | Path, name: str, resume_step: int | None = None, wandb: WandbRun | None = None,
+        tensorboard: bool = False,
+    ) -> None:  # fmt: skip
         """`resume_step`: last finished step of a resumed loop (lines after it are dropped); None starts anew."""
-        self.path = Path(run_dir) / "metrics.jsonl"
-        self._wandb: Any = None
+        self.path = Path(folder) / METRICS
+        self._name, self._wandb = name, wandb
+        self._writer: Any = None
         self._active = is_main()
         if not self._active:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_text(self.path, "".join(_kept(self.path, resume_step)))
-        if mode != "disabled":
-            self._guard(lambda: self._start(name, dict(config or {}), mode, project, entity))
+        if tensorboard:
+            self._guard(lambda: self._open_writer(resume_step))
 
-    def log(self, metrics: Mapping[str, float | int | str | None], step: int) -> None:
+    def log(self, metrics: Mapping[str, Value], step: int) -> None:
         """Record `metrics` at `step`; NaN and infinities are written as null (JSON has none)."""
         if not self._active:
             return
@@ -52,42 +52,67 @@ class Tracker:
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **clean}, sort_keys=True) + "\n")
         if self._wandb is not None:
-            self._guard(lambda: self._wandb.log({**clean, "global_step": step}))
+            self._wandb.log({f"{self._name}/{key}": value for key, value in clean.items()}, step)
+        if self._writer is not None:
+            self._guard(lambda: self._write_events(clean, step))
 
     def finish(self) -> None:
-        """Flush and close; safe to call twice."""
+        """Flush and close what is this tracker's own; safe to call twice. The wandb run stays open."""
         if self._active and self.path.exists():
             with open(self.path, "rb") as file:
                 os.fsync(file.fileno())
-        if self._wandb is not None:
-            self._guard(lambda: self._wandb.finish())
-            self._wandb = None
+        if self._writer is not None:
+            self._guard(lambda: self._writer.close())
+            self._writer = None
 
-    def _start(self, name: str, config: dict[str, Any], mode: Mode, project: str, entity: str | None) -> None:
-        os.environ.setdefault("WANDB_SILENT", "true")
-        import wandb
+    def _open_writer(self, resume_step: int | None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
 
-        self._wandb = wandb.init(
-            dir=str(self.path.parent),
-            name=name,
-            config=config,
-            mode=mode,
-            project=project,
-            entity=entity,
-            settings=wandb.Settings(init_timeout=30, console="off", x_disable_stats=True),
-        )
-        self._wandb.define_metric("global_step")
-        self._wandb.define_metric("*", step_metric="global_step")
+        folder = self.path.parent / EVENTS
+        if resume_step is None:
+            shutil.rmtree(folder, ignore_errors=True)
+        # Points after the resumed step are logged again: readers drop those of the earlier life.
+        self._writer = SummaryWriter(folder, purge_step=None if resume_step is None else resume_step + 1)
+
+    def _write_events(self, row: Mapping[str, Value], step: int) -> None:
+        for key, value in row.items():
+            if isinstance(value, (int, float)):
+                self._writer.add_scalar(key, value, step)
+        self._writer.flush()  # before the step's checkpoint: a resumed life finds every point up to it
 
     def _guard(self, action: Callable[[], object]) -> None:
         try:
             action()
-        except Exception as error:  # whatever wandb does, training goes on and the JSONL has the numbers
-            print(
-                f"wandb is off from here on ({type(error).__name__}: {error}); {self.path} has everything",
-                file=sys.stderr,
-            )
-            self._wandb = None
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            print(f"TensorBoard is off from here on ({why}); {self.path} has everything", file=sys.stderr)
+            self._writer = None
+
+
+def write_page(folder: Path, values: Mapping[str, float], texts: Mapping[str, str]) -> None:
+    """TensorBoard files in `folder`, replacing what is there: each value as a point at step 0, texts as Markdown."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+
+        shutil.rmtree(folder, ignore_errors=True)
+        with SummaryWriter(folder) as writer:
+            for name, value in values.items():
+                writer.add_scalar(name, value, 0)
+            for name, text in texts.items():
+                writer.add_text(name, text, 0)
+    except Exception as error:
+        print(f"TensorBoard has no results ({type(error).__name__}: {error})", file=sys.stderr)
+
+
+def check_tensorboard(wanted: bool) -> None:
+    """Raises:
+    InputError: TensorBoard is wanted and not installed.
+    """
+    if wanted and importlib.util.find_spec("tensorboard") is None:
+        raise InputError(
+            "tracking.tensorboard needs the package tensorboard: pip install 'exittrain[tensorboard]', or set "
+            "tracking.tensorboard=false"
+        )
 
 
 def _kept(path: Path, resume_step: int | None) -> list[str]:

@@ -21,9 +21,11 @@ from exittrain.records.run_folder import RunFolder
 from exittrain.records.schema import CODE_VERSION, SCHEMA_VERSION
 from exittrain.records.share import ROOTS, share_path
 from exittrain.runtime.parts import WHOLE, Part
+from exittrain.runtime.provenance import public_facts
 from exittrain.runtime.ranks import is_main, local_rank
 from exittrain.runtime.signals import StopFlag
 from exittrain.runtime.tracker import Tracker
+from exittrain.runtime.wandb_run import WandbRun, identity_of
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +53,7 @@ class StageContext:
     part: Part = WHOLE  # of a stage that several jobs do together
     _target: TargetModel | None = field(default=None, repr=False)
     _keys: dict[str, str] = field(default_factory=dict, repr=False)
+    _wandb: WandbRun | None = field(default=None, repr=False)
 
     @property
     def sampling(self) -> Sampling:
@@ -125,16 +128,28 @@ class StageContext:
 
     def tracker(self, stage: str, resume_step: int | None = None) -> Tracker:
         """Metrics of a stage or an arm ("warmup", "train/reach_kl"), in its folder."""
-        tracking = self.recipe.tracking
-        return Tracker(
-            self.run.stage(stage),
-            name=f"{self.recipe.name}/{stage}",
-            config=self.recipe.model_dump(mode="json"),
-            mode=tracking.wandb,
-            project=tracking.project,
-            entity=tracking.entity,
-            resume_step=resume_step,
-        )
+        tensorboard = self.recipe.tracking.tensorboard
+        return Tracker(self.run.stage(stage), stage, resume_step, self.wandb(), tensorboard)
+
+    def wandb(self) -> WandbRun | None:
+        """The run's wandb, opened on first use and open until `close`; None where there is none.
+
+        One process writes to it, so the other ranks and the parts of a stage have none.
+        """
+        tracking, folder = self.recipe.tracking, self.run.path
+        if tracking.wandb == "disabled" or self.part != WHOLE or not is_main():
+            return None
+        if self._wandb is None:
+            identity = identity_of(folder, tracking.project, tracking.entity, self.recipe.name)
+            config = {"recipe": self.recipe.model_dump(mode="json"), **public_facts()}
+            self._wandb = WandbRun(folder, identity, tracking.wandb, config)
+        return self._wandb
+
+    def close(self) -> None:
+        """End what goes beyond a stage: the wandb run of this process. Safe to call twice."""
+        if self._wandb is not None:
+            self._wandb.close()
+            self._wandb = None
 
     def stage_key(self, name: str) -> str:
         """A hash of all that decides a stage's result: recipe parts, files named there, upstream keys, versions.

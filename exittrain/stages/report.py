@@ -10,6 +10,7 @@ from exittrain.records.files import write_text
 from exittrain.stages.context import StageContext
 from exittrain.stages.reporting.load import load_run
 from exittrain.stages.reporting.page import make_page, render
+from exittrain.stages.tracked import track_results
 
 
 def run_report(context: StageContext) -> None:
@@ -19,6 +20,7 @@ def run_report(context: StageContext) -> None:
         InputError: the run has no evaluation, or a damaged file.
     """
     report([context.run.path], context.run.stage("report") / "index.html")
+    track_results(context)
 
 
 def report(runs: Sequence[str | Path], out: str | Path) -> Path:

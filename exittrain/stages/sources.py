@@ -9,6 +9,7 @@ from exittrain.config.drafter_checks import depth_problem
 from exittrain.config.schema import HEADS, Recipe, SourceSection
 from exittrain.errors import InputError
 from exittrain.models.loading import check_source
+from exittrain.runtime.tracker import check_tensorboard
 from exittrain.stages.context import StageContext
 from exittrain.stages.conversations.text import text_files
 from exittrain.stages.evaluate import eval_trees
@@ -36,6 +37,7 @@ def check_sources(context: StageContext, names: Sequence[str]) -> None:
         for source in (recipe.data.train, recipe.data.heldout):
             _check_data(source)
     check_shape(recipe.tree.builder, context.shape)
+    check_tensorboard(recipe.tracking.tensorboard)
     engine_config(recipe)
     if "eval" in names and recipe.eval is not None:
         eval_trees(recipe.eval, recipe.tree.builder, context.shape)

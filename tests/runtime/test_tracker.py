@@ -1,110 +1,120 @@
-"""The tracker: everything is in the JSONL, wandb never stops training, a resume leaves no line twice."""
+"""The tracker: everything is in the JSONL, a resume leaves no line twice, wandb and TensorBoard show the same."""
 
 from __future__ import annotations
 
 import math
-import os
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from exittrain.errors import InputError
 from exittrain.runtime import tracker as module
-from exittrain.runtime.tracker import Tracker, read_metrics
+from exittrain.runtime.tracker import Tracker, check_tensorboard, read_metrics, write_page
 
 
-class FakeRun:
-    def __init__(self, fail: bool) -> None:
-        self.logged: list[dict[str, Any]] = []
-        self.metrics: list[tuple[Any, ...]] = []
-        self.fail = fail
+class Rows:
+    """Stands for a WandbRun."""
 
-    def define_metric(self, *args: Any, **kwargs: Any) -> None:
-        self.metrics.append((*args, *kwargs.values()))
+    def __init__(self) -> None:
+        self.rows: list[tuple[dict[str, Any], int]] = []
 
-    def log(self, row: dict[str, Any]) -> None:
-        if self.fail:
-            raise ConnectionError("server is gone")
-        self.logged.append(row)
-
-    def finish(self, exit_code: int | None = None) -> None: ...  # wandb's own signature
+    def log(self, row: dict[str, Any], step: int) -> None:
+        self.rows.append((row, step))
 
 
-def fake_wandb(monkeypatch: pytest.MonkeyPatch, run: FakeRun | Exception) -> None:
-    def init(**kwargs: Any) -> FakeRun:
-        if isinstance(run, Exception):
-            raise run
-        return run
-
-    fake = types.SimpleNamespace(init=init, Settings=lambda **kwargs: kwargs)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-
-
-def test_own_step_axis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = FakeRun(fail=False)
-    fake_wandb(monkeypatch, run)
-    tracker = Tracker(tmp_path, "unit")
-    tracker.log({"loss": 1.0}, step=5)
-    tracker.log({"loss": 0.5}, step=3)
+def test_wandb_gets_every_line_named_by_stage_and_arm(tmp_path: Path) -> None:
+    rows = Rows()
+    tracker = Tracker(tmp_path, "train/reach_kl", wandb=rows)  # type: ignore[arg-type]
+    tracker.log({"loss": 1.0, "lr": math.nan}, step=5)
+    tracker.log({"eval/score": 1.5}, step=3)
     tracker.finish()
-    assert run.logged == [{"loss": 1.0, "global_step": 5}, {"loss": 0.5, "global_step": 3}]
-    assert ("global_step",) in run.metrics and ("*", "global_step") in run.metrics
+    assert rows.rows == [
+        ({"train/reach_kl/loss": 1.0, "train/reach_kl/lr": None}, 5),
+        ({"train/reach_kl/eval/score": 1.5}, 3),
+    ]
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [5, 3]
 
 
-@pytest.mark.parametrize("broken", [FakeRun(fail=True), RuntimeError("no key"), OSError("disk")])
-def test_wandb_failure_stops_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], broken: Any
-) -> None:
-    fake_wandb(monkeypatch, broken)
-    tracker = Tracker(tmp_path, "unit")
-    for step in range(3):
-        tracker.log({"loss": float(step)}, step=step)
-    tracker.finish()
-    tracker.finish()
-    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
-    assert capsys.readouterr().err.count("wandb is off") == 1
-
-
 def test_resume_drops_what_the_checkpoint_does_not_have(tmp_path: Path) -> None:
-    first = Tracker(tmp_path, "unit", mode="disabled")
+    first = Tracker(tmp_path, "unit")
     for step in range(1, 6):
         first.log({"loss": 1.0 / step}, step=step)
     with open(first.path, "a") as file:
         file.write('{"step": 6, "lo')  # cut short by a kill
-    second = Tracker(tmp_path, "unit", mode="disabled", resume_step=3)
+    second = Tracker(tmp_path, "unit", 3)
     second.log({"loss": 0.0}, step=4)
     assert [row["step"] for row in read_metrics(first.path)] == [1, 2, 3, 4]
     assert read_metrics(first.path)[3]["loss"] == 0.0
-    Tracker(tmp_path, "unit", mode="disabled")
+    Tracker(tmp_path, "unit")
     assert read_metrics(first.path) == []
 
 
 def test_not_finite_becomes_null(tmp_path: Path) -> None:
-    tracker = Tracker(tmp_path, "unit", mode="disabled")
+    tracker = Tracker(tmp_path, "unit")
     tracker.log({"loss": math.nan, "ratio": math.inf, "word": "x"}, step=1)
     assert read_metrics(tracker.path) == [{"step": 1, "loss": None, "ratio": None, "word": "x"}]
 
 
 def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "is_main", lambda: False)
-    tracker = Tracker(tmp_path / "run", "unit")
+    rows = Rows()
+    tracker = Tracker(tmp_path / "run", "unit", wandb=rows, tensorboard=True)  # type: ignore[arg-type]
     tracker.log({"loss": 1.0}, step=1)
     tracker.finish()
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run").exists() and rows.rows == []
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_real_wandb_offline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delitem(os.environ, "WANDB_MODE", raising=False)
-    tracker = Tracker(tmp_path, "unit", {"lr": 1.0})
-    assert tracker._wandb is not None
-    tracker.log({"loss": 1.0}, step=5)
+def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """What a reader of TensorBoard sees."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    found = accumulator.EventAccumulator(str(folder))
+    found.Reload()
+    return {name: [(e.step, e.value) for e in found.Scalars(name)] for name in found.Tags()["scalars"]}
+
+
+def test_tensorboard_shows_each_step_once_through_a_kill(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    first = Tracker(tmp_path, "unit", tensorboard=True)
+    for step in range(1, 6):
+        first.log({"loss": float(step), "lr": None}, step=step)  # never finished: killed after step 5
+    second = Tracker(tmp_path, "unit", 3, tensorboard=True)
+    for step in range(4, 8):
+        second.log({"loss": 10.0 * step}, step=step)
+    second.finish()
+    assert points(tmp_path / "tensorboard") == {"loss": [(1, 1), (2, 2), (3, 3), (4, 40), (5, 50), (6, 60), (7, 70)]}
+    anew = Tracker(tmp_path, "unit", tensorboard=True)
+    anew.log({"loss": 0.5}, step=1)
+    anew.finish()
+    assert points(tmp_path / "tensorboard") == {"loss": [(1, 0.5)]}
+
+
+def test_a_failing_tensorboard_stops_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tensorboard")
+    tracker = Tracker(tmp_path, "unit", tensorboard=True)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    tracker._writer.add_scalar = full
+    for step in range(3):
+        tracker.log({"loss": 1.0}, step=step)
     tracker.finish()
-    assert "wandb is off" not in capsys.readouterr().err
-    assert list((tmp_path / "wandb").glob("offline-run-*"))
+    assert len(read_metrics(tracker.path)) == 3
+    assert capsys.readouterr().err.count("TensorBoard is off from here on (OSError") == 1
+
+
+def test_results_in_tensorboard_replace_earlier_ones(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    for value in (1.0, 2.0):
+        write_page(tmp_path / "tensorboard", {"eval/T1/block_length": value}, {"eval/table": "| a |\n|---|\n| 1 |"})
+    assert points(tmp_path / "tensorboard") == {"eval/T1/block_length": [(0, 2.0)]}
+
+
+def test_a_missing_tensorboard_is_told_up_front(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    check_tensorboard(False)
+    with pytest.raises(InputError, match=r"pip install 'exittrain\[tensorboard\]'"):
+        check_tensorboard(True)
