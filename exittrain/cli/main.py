@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
+import traceback
 from typing import NoReturn
 
 import typer
 
-from exittrain.cli import export, stages, submit, tools
+from exittrain.cli import export, stages, submit, sync, tools
 from exittrain.errors import InputError, Interrupted
+from exittrain.runtime import watch
+from exittrain.runtime.signals import StopFlag, Stopped
 
 app = typer.Typer(
     help="Train draft models for speculative decoding on the trees they will really draw, and prove the gain.",
@@ -21,26 +25,42 @@ app = typer.Typer(
 stages.register(app)
 tools.register(app)
 submit.register(app)
+sync.register(app)
 export.register(app)
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line and exit; never returns."""
+    stop = StopFlag().install(leave=_leave_from_a_thread)
     given = sys.argv[1:] if arguments is None else arguments
-    given = [argument for argument in given if not argument.startswith("--local_rank")]
+    code, told = _run([argument for argument in given if not argument.startswith("--local_rank")])
+    stop.heed()  # what is done is done: a signal while the process ends changes nothing
+    watch.leave(code, told)
+    sys.exit(code)
+
+
+def _run(arguments: list[str]) -> tuple[int, str]:
+    """The exit code, and for the other ranks the reason of one that is not 0, which this rank has printed."""
     try:
-        app(args=given, prog_name="exittrain")
-    except InputError as error:
-        _leave(f"exittrain: {error}", InputError.exit_code)
-    except Interrupted as error:
-        _leave(f"exittrain: {error}", Interrupted.exit_code)
-    except KeyboardInterrupt:
-        _leave("exittrain: interrupted", Interrupted.exit_code)
+        app(args=arguments, prog_name="exittrain")
+    except SystemExit as end:  # how typer ends
+        return (end.code if isinstance(end.code, int) else int(end.code is not None)), ""
+    except (InputError, Interrupted) as error:
+        return _say(str(error), error.exit_code)
+    except Stopped as signal:
+        return _say(str(signal), Interrupted.exit_code)
     except Exception as error:
-        if not _disk_is_full(error):
+        if _disk_is_full(error):
+            return _say("no space left on the disk: make room and run the same command again, it goes on", 1)
+        ending = watch.explain(error)
+        if ending is not None:
+            return _say(ending.line, ending.code)
+        if not watch.is_on():
             raise
-        _leave("exittrain: no space left on the disk: make room and run the same command again, it goes on", 1)
-    sys.exit(0)
+        watch.depart()
+        traceback.print_exc()
+        return 1, watch.first_line(error)
+    return 0, ""
 
 
 def _disk_is_full(error: BaseException | None) -> bool:
@@ -54,9 +74,18 @@ def _disk_is_full(error: BaseException | None) -> bool:
     return False
 
 
-def _leave(line: str, code: int) -> NoReturn:
-    print(line, file=sys.stderr)
-    sys.exit(code)
+def _say(line: str, code: int) -> tuple[int, str]:
+    watch.depart()
+    print(f"exittrain: {line}", file=sys.stderr)
+    return code, line
+
+
+def _leave_from_a_thread(line: str) -> NoReturn:
+    """The main thread is in C and does not see the signal: joining the ranks, or importing from a slow disk."""
+    code, told = _say(line, Interrupted.exit_code)
+    watch.leave(code, told)
+    sys.stdout.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -120,8 +120,8 @@ def run_verb(
 def make_context(recipe: Recipe, given: str) -> StageContext:
     """The run folder of a recipe: `run_dir`, the run folder itself when that was given, else runs/<name>."""
     from exittrain.records.run_folder import RunFolder
-    from exittrain.runtime.signals import StopFlag
+    from exittrain.runtime.signals import current
     from exittrain.stages.context import StageContext
 
     folder = recipe.run_dir or (given if Path(given).is_dir() else f"runs/{recipe.name}")
-    return StageContext(recipe, RunFolder(folder), StopFlag().install())
+    return StageContext(recipe, RunFolder(folder), current())

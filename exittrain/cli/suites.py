@@ -86,7 +86,7 @@ def _of_drafters(folders: Sequence[str], overrides: Sequence[str], target: str, 
     from exittrain.cli.tools import distinct_names
     from exittrain.drafters.load import load_drafter
     from exittrain.models.target import TargetModel
-    from exittrain.runtime.signals import StopFlag
+    from exittrain.runtime.signals import current
     from exittrain.stages.conversations.chat import ChatRenderer
     from exittrain.stages.evaluation.engine import Entrant
     from exittrain.stages.studies.run import study
@@ -95,7 +95,7 @@ def _of_drafters(folders: Sequence[str], overrides: Sequence[str], target: str, 
         raise InputError(f"{overrides[0]!r}: a study of drafter folders takes only suite.KEY=VALUE")
     if settings.name == "verifiers" and len(folders) > 1:
         raise InputError(f"suite 'verifiers' calibrates one drafter, {len(folders)} are named: give them one by one")
-    stop = StopFlag().install()
+    stop = current().heed()
     if settings.tasks == ["heldout"]:
         settings = settings.model_copy(update={"tasks": ["everyday"]})
     model = TargetModel.from_pretrained(target, device="cuda" if torch.cuda.is_available() else "cpu")

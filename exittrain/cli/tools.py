@@ -129,7 +129,7 @@ def _evaluate_drafters(drafters: list[str], target: str | None, overrides: list[
         shape=context.shape,
         sampling=context.sampling,
         seed=recipe.seed,
-        stop=context.stop,
+        stop=context.stop.heed(),
     )
 
 

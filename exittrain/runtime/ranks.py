@@ -2,11 +2,16 @@
 
 A launcher (`deepspeed`, `torchrun`) is known by RANK, LOCAL_RANK and WORLD_SIZE, which it sets for its own children,
 and `srun` by the variables it sets for its tasks (runtime/slurm.py); those of an allocation alone make no ranks.
+
+Ranks wait for each other in `setup` (until all have come, MEETING_SECONDS at most), and in every function below that
+all of them call, as in those of a training step. Such a wait ends when the last one comes, or when one has ended
+(runtime/watch.py); GROUP_TIMEOUT only bounds the wait for one that lives and never comes.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,12 +20,15 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
-from exittrain.errors import InputError
-from exittrain.runtime import slurm
-from exittrain.runtime.slurm import Place
+from exittrain.errors import InputError, Interrupted
+from exittrain.runtime import slurm, watch
+from exittrain.runtime.signals import StopFlag
+from exittrain.runtime.slurm import MEETING_SECONDS, Place
 
 Answer = TypeVar("Answer")
+GROUP_TIMEOUT = timedelta(hours=24)  # ranks also wait while the main one does by itself what one process does best
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 ALONE = Place(0, 0, 1)
 
@@ -72,43 +80,68 @@ def _place() -> Place:
     return slurm.srun_place(os.environ) or ALONE
 
 
-def setup(device: torch.device, meeting: Path) -> None:
+def setup(device: torch.device, meeting: Path, stop: StopFlag | None = None) -> None:
     """Join the other processes of a launcher or of srun; nothing to do when alone. Safe to call again.
 
-    `meeting`: a folder that all see, where tasks of srun find each other when MASTER_ADDR and MASTER_PORT do not say.
+    meeting: a folder that all see, where tasks of srun find each other when MASTER_ADDR and MASTER_PORT do not say.
+    stop: set when a signal comes to any rank; there are loops that look at it from here on.
 
     Raises:
-        InputError: a launcher's variables are there only in part, tasks of srun do not find each other, or both have
-            started several processes.
+        InputError: a launcher's variables are there only in part, ranks do not find each other, or both launcher and
+            srun have started several processes.
     """
+    stop = stop or StopFlag()
+    _meet(device, meeting, stop)
+    stop.heed()
+
+
+def _meet(device: torch.device, meeting: Path, stop: StopFlag) -> None:
     slurm.refuse_double_launch(os.environ)
     given = [name for name in LAUNCHER if os.environ.get(name)]
     place = slurm.srun_place(os.environ)
-    if is_distributed():
+    if dist.is_available() and dist.is_initialized():
         return
     if {"RANK", "WORLD_SIZE"}.intersection(given):
         missing = [name for name in LAUNCHER if name not in given]
         if missing or not all(os.environ[name].isdigit() for name in LAUNCHER[:3]):
             what = f"without {', '.join(missing)}" if missing else "but are no whole numbers"
             raise InputError(f"{', '.join(given)} are set {what}: start with a launcher, or unset them")
-        _join(device)
+        place = _place()
+        _join(device, _meet_at_address(place), place, stop)
     elif place is not None:
         local = device.index or 0 if device.type == "cuda" else place.local_rank
-        store = None if {"MASTER_ADDR", "MASTER_PORT"}.issubset(given) else slurm.meet(meeting, place, os.environ)
+        is_told = {"MASTER_ADDR", "MASTER_PORT"}.issubset(given)
+        store = _meet_at_address(place) if is_told else slurm.meet(meeting, place, os.environ)
         numbers = map(str, (place.rank, local, place.world_size))
         os.environ.update(zip(LAUNCHER[:3], numbers, strict=True))  # for the libraries that look there
-        _join(device, store, place)
+        _join(device, store, place, stop)
 
 
-def _join(device: torch.device, store: Any = None, place: Place = ALONE) -> None:
-    """The timeout is long because ranks also wait here while the main one does what one process does best."""
+def _meet_at_address(place: Place) -> Any:
+    """The store at MASTER_ADDR and MASTER_PORT: the launcher's where it has one, else rank 0's."""
+    try:
+        meeting = rendezvous("env://", place.rank, place.world_size, timeout=timedelta(seconds=MEETING_SECONDS))
+        return next(meeting)[0]
+    except (OSError, RuntimeError) as error:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise InputError(
+            f"rank {place.rank} of {place.world_size} did not meet the others at {where} ({reason}): see that all are "
+            "started, with a free port"
+        ) from None
+
+
+def _join(device: torch.device, store: Any, place: Place, stop: StopFlag) -> None:
+    """The watch comes first: from the moment they have met, no rank waits for one that has ended."""
+    store.set_timeout(GROUP_TIMEOUT)
+    if place.world_size > 1:
+        at = slurm.store_address(store, os.environ)
+        watch.start(*at, place.rank, place.world_size, stop)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    backend, timeout = "nccl" if device.type == "cuda" else "gloo", timedelta(hours=12)
-    if store is None:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    shared = dist.PrefixStore("default_pg", store)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=shared, rank=place.rank, world_size=place.world_size, timeout=GROUP_TIMEOUT)
 
 
 def is_main() -> bool:
@@ -154,20 +187,54 @@ def any_rank(flag: bool) -> bool:
     return bool(value.item())
 
 
-def on_all(action: Callable[[], Answer]) -> Answer:
-    """Each rank's own answer. Where the action fails on one rank, it fails on all: nobody is left waiting.
+def raise_if_stopped(stop: StopFlag) -> None:
+    """On all ranks together, where a signal has reached one of them.
 
     Raises:
-        InputError: it failed on another rank.
+        Interrupted: it has; the caller has saved what it wants kept.
     """
+    if any_rank(stop.is_set):
+        stop.set(stop.name or "a signal to another rank")
+        stop.raise_if_set()
+
+
+def on_all(action: Callable[[], Answer]) -> Answer:
+    """Each rank's own answer. Where the action fails on one rank it fails on all: nobody is left waiting.
+
+    An action that calls collectives is for all ranks alike; one that fails between them leaves the others to the watch.
+
+    Raises:
+        Exception: as this rank's own action did, unless that was interrupted while another rank's failed.
+        InputError: it failed on another rank, which is named with what it said.
+        Interrupted: it was interrupted on some rank and failed on none.
+    """
+    if world_size() == 1:
+        return action()
+    own: Exception | None = None
     try:
         answer = action()
-    except Exception:
-        any_rank(True)
-        raise
-    if any_rank(False):
-        raise InputError("another rank could not go on: see its message")
-    return answer
+    except Exception as error:
+        own = error
+    told = _gather(None if own is None else (isinstance(own, Interrupted), _line_of(own)))
+    if not any(told):
+        return answer
+    watch.all_end()
+    failed = [(number, said[1]) for number, said in enumerate(told) if said is not None and not said[0]]
+    if own is not None and not (failed and isinstance(own, Interrupted)):
+        raise own
+    if failed:
+        raise InputError(f"rank {failed[0][0]} could not go on: {failed[0][1]}")
+    raise Interrupted(next(said[1] for said in told if said is not None))
+
+
+def _gather(mine: tuple[bool, str] | None) -> list[tuple[bool, str] | None]:
+    gathered: list[tuple[bool, str] | None] = [None] * world_size()
+    dist.all_gather_object(gathered, mine)
+    return gathered
+
+
+def _line_of(error: Exception) -> str:
+    return str(error) if isinstance(error, (InputError, Interrupted)) else watch.first_line(error)
 
 
 def from_main(action: Callable[[], Answer]) -> Answer:
@@ -175,14 +242,25 @@ def from_main(action: Callable[[], Answer]) -> Answer:
     if world_size() == 1:
         return action()
     box: list[tuple[bool, Any] | None] = [None]
+    failure: Exception | None = None
     if is_main():
         try:
             box[0] = (True, action())
         except Exception as error:
-            box[0] = (False, error)
+            failure, box[0] = error, (False, _that_travels(error))
     dist.broadcast_object_list(box)
     assert box[0] is not None
     worked, answer = box[0]
-    if not worked:
-        raise answer
-    return cast(Answer, answer)
+    if worked:
+        return cast(Answer, answer)
+    watch.all_end()
+    raise answer if failure is None else failure
+
+
+def _that_travels(error: Exception) -> Exception:
+    """The error itself where another process can have it, else one that says the same: some cannot be rebuilt."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(watch.first_line(error))
+    return error

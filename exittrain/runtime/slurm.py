@@ -163,6 +163,13 @@ def address(environment: Environment) -> str:
     return "localhost"
 
 
+def store_address(store: Any, environment: Environment) -> tuple[str, int]:
+    """Host and port of the store that the ranks have met in: MASTER_ADDR and MASTER_PORT, else what `meet` found."""
+    if environment.get("MASTER_ADDR") and environment.get("MASTER_PORT"):
+        return environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    return store.host, store.port
+
+
 def _remove_if_empty(folder: Path) -> None:
     try:
         os.rmdir(folder)

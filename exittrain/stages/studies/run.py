@@ -42,7 +42,7 @@ def study_run(context: StageContext, settings: Study) -> StudyReport | None:
         InputError: a stage it stands on is missing, an unknown task or drafter, a run folder in use.
         Interrupted: a signal came; what was measured is kept.
     """
-    ranks.setup(context.device, context.run.path)
+    ranks.setup(context.device, context.run.path, context.stop)
     if not ranks.is_main():
         return None
     with hold(context.run.path):
