@@ -12,6 +12,7 @@ from exittrain.config.load import build_recipe
 from exittrain.errors import InputError, Interrupted
 from exittrain.records.files import read_json
 from exittrain.records.run_folder import RunFolder
+from exittrain.runtime import parts
 from exittrain.stages.context import StageContext
 from exittrain.stages.conversations.answers import Writer, fault
 from exittrain.stages.conversations.store import TokenSequence, read_sequences
@@ -160,6 +161,42 @@ def test_a_stopped_run_generates_only_what_is_missing_and_ends_with_the_same_byt
     calls.clear()
     run_data(make(source, run="broken"))
     assert calls == []
+
+
+@pytest.mark.parametrize("source", ["prompts", "magpie"])
+def test_any_number_of_ranks_writes_the_same_conversations(make, tmp_path, monkeypatch, source):
+    """Each rank writes its own batches, the main one reads the others' and, where it cannot, writes them too."""
+    given = (
+        {"kind": source, "path": prompts_file(tmp_path, 18)} if source == "prompts" else {"kind": source, "count": 18}
+    )
+    clean = make(given, run="clean")
+    run_data(clean)
+    written: list[tuple[int, int]] = []
+    place, generate, work = [0], Writer._generate, Writer.work
+
+    def counted(self, jobs, *rest):
+        written.append((place[0], len(jobs)))
+        return generate(self, jobs, *rest)
+
+    def work_of_all(self, order):
+        for place[0] in (2, 1):
+            work(self, order)
+        if order.what.endswith("turn-0"):
+            next(self.folder.glob("*turn-0-00001.json")).unlink()  # rank 1's: not to be seen from here
+        place[0] = 0
+        return work(self, order)
+
+    monkeypatch.setattr(Writer, "_generate", counted)
+    monkeypatch.setattr(Writer, "work", work_of_all)
+    monkeypatch.setattr(parts, "rank", lambda: place[0])
+    monkeypatch.setattr(parts, "world_size", lambda: 3)
+    shared = make(given, run="shared")
+    run_data(shared)
+    ranks_of_batches = [rank for rank, _ in written]
+    prompts = [2, 1, 1, 0, 0, 0]  # five batches: 2 has one, 1 and 0 two each, and one is written again
+    assert ranks_of_batches[-6:] == prompts if source == "prompts" else ranks_of_batches[:5] == [2, 1, 1, 0, 0]
+    for name in ("train.parquet", "heldout.parquet", "conversations.jsonl", "manifest.json", "DONE.json"):
+        assert (shared.run.path / "data" / name).read_bytes() == (clean.run.path / "data" / name).read_bytes(), name
 
 
 def test_parts_of_other_settings_are_not_reused(make, tmp_path):
