@@ -183,4 +183,6 @@ def _initialize(module: nn.Module, optimizer: torch.optim.Optimizer, config: Map
     warnings.filterwarnings("ignore", message=".*(_into_tensor|_scatter_tensor).*deprecated", category=FutureWarning)
     # Its shared-memory collectives would be compiled at start-up, for half a minute and with a compiler; gloo is there.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    return deepspeed.initialize(model=module, optimizer=optimizer, config=dict(config), dist_init_required=False)[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, which it imports
+        return deepspeed.initialize(model=module, optimizer=optimizer, config=dict(config), dist_init_required=False)[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from tiny_training import make_rows
 from exittrain.build.base import TreeShape
 from exittrain.errors import InputError, Interrupted
 from exittrain.law.sampling import Sampling
+from exittrain.records.files import read_json, write_json
 from exittrain.runtime.signals import StopFlag
 from exittrain.runtime.tracker import Tracker, read_metrics
 from exittrain.stages.training import checkpoints
@@ -158,7 +158,7 @@ def test_killed_while_saving(make_task: Callable, tmp_path: Path, moment: int, m
         return call
 
     targets = [(checkpoints.torch, "save"), (checkpoints.os, "replace"), (checkpoints.shutil, "rmtree")]
-    targets += [(checkpoints, name) for name in ("fsync_tree", "sha256", "write_json", "fsync_folder")]
+    targets += [(checkpoints, name) for name in ("fsync_tree", "record_of", "write_json", "fsync_folder")]
     with monkeypatch.context() as patch:
         for module, name in targets:
             patch.setattr(module, name, dying(getattr(module, name)))
@@ -182,8 +182,8 @@ def test_nothing_unsafe_is_pickled(saved: Path) -> None:
 
 def remark(saved: Path, **changes: object) -> None:
     mark = saved / "step-000006" / "COMPLETE.json"
-    record = {**json.loads(mark.read_text()), **changes}
-    mark.write_text(json.dumps({name: value for name, value in record.items() if value is not None}))
+    record = {**read_json(mark), **changes}
+    write_json(mark, {name: value for name, value in record.items() if value is not None}, seal=True)
 
 
 def test_another_number_of_ranks_is_said(saved: Path, capsys: pytest.CaptureFixture) -> None:
@@ -206,7 +206,7 @@ def test_no_whole_checkpoint_is_an_error(saved: Path, make_task: Callable) -> No
     for name, file in (("step-000004", "rank-00000.pt"), ("step-000006", "model.pt")):
         (saved / name / file).write_bytes(b"?")
     for _ in range(2):
-        with pytest.raises(InputError, match=r"none is whole .step-000006: model.pt is .*step-000004: rank-00000.pt is"):
+        with pytest.raises(InputError, match=r"none is whole .step-000006: model.pt .*step-000004: rank-00000.pt"):
             run(make_task({"steps": 6}), saved)
     shutil.rmtree(saved)
     assert latest_checkpoint(saved) is None

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from launching import launch_ranks
 
 from exittrain.runtime.tracker import read_metrics
 from exittrain.stages.training.checkpoints import COMPLETE
@@ -21,18 +18,9 @@ WORKER = Path(__file__).with_name("rank_worker.py")
 
 def launch(folder: Path, world: int, config: str = "zero0", objective: str = "reach_kl", **asked: object) -> list[int]:
     """Exit codes of `world` ranks on a free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"loop": {}, **asked, "folder": str(folder), "config": config, "objective": objective})
-    shared = {**os.environ, "OMP_NUM_THREADS": "1", "EXITTRAIN_PROGRESS": "0"}
-    launcher = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    processes = []
-    for rank in range(world):
-        own = {**launcher, "RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {}
-        processes.append(subprocess.Popen([sys.executable, str(WORKER), text], env={**shared, **own}))
-    return [process.wait(timeout=240) for process in processes]
+    return launch_ranks(WORKER, text, world)
 
 
 def assert_same(found: Path, expected: Path) -> None:
