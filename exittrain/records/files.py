@@ -41,13 +41,15 @@ def read_json(path: str | Path) -> Any:
     """Parse a JSON file.
 
     Raises:
-        InputError: the file is missing, is no whole JSON document (truncated), or its seal is broken.
+        InputError: the file is missing or cannot be read, is no whole JSON document (truncated), or its seal is broken.
     """
     path = Path(path)
     try:
         return unsealed(json.loads(path.read_text(encoding="utf-8")))
     except (FileNotFoundError, NotADirectoryError):
         raise InputError(f"{path} does not exist") from None
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror})") from None
     except ValueError as error:
         raise InputError(f"{path} is damaged or truncated ({error}): delete it and run the stage again") from None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from exittrain.models.sums import CALIBRATION_FILE
 from exittrain.records.files import TEMPORARY, is_whole, read_json, record_of, seal_lines, write_json, write_text
 from exittrain.records.schema import SCHEMA_VERSION
 
-CHECKPOINT = re.compile(r"(^|/)step-\d+/")
+CHECKPOINT = re.compile(r"step-\d+")
 DONE = "DONE.json"
 STARTED = "STARTED.json"
 UNLISTED = (DONE, STARTED, CALIBRATION_FILE)  # our own marks, and what is measured of a drafter later
@@ -55,15 +56,16 @@ class RunFolder:
                 return f"{path} is damaged"
         return None
 
-    def damage(self, stage: str, results_only: bool = False) -> str | None:
+    def damage(self, stage: str, only: str = "*") -> str | None:
         """One line naming the first listed file that is missing or changed; None when all hold.
 
-        results_only: checkpoints are left out, which no later stage reads (and who loads one looks at its sums).
+        only: a pattern (`fnmatch`) of the files to look at. Checkpoints are not listed: no other stage reads them, and
+        who loads one looks at its own sums.
         """
         folder = self.path / stage
         for relative, record in sorted(read_json(folder / DONE)["files"].items()):
             file = folder / relative
-            if (results_only and CHECKPOINT.search(relative)) or is_whole(file, record):
+            if not fnmatchcase(relative, only) or is_whole(file, record):
                 continue
             if not file.is_file():
                 return f"{file} is missing"
@@ -130,5 +132,7 @@ class RunFolder:
 
 
 def _is_listed(relative: Path) -> bool:
-    parts = relative.parts
-    return relative.name not in UNLISTED and not any(p.startswith(TEMPORARY) or p in UNLISTED_FOLDERS for p in parts)
+    inside = any(
+        part.startswith(TEMPORARY) or part in UNLISTED_FOLDERS or CHECKPOINT.fullmatch(part) for part in relative.parts
+    )
+    return relative.name not in UNLISTED and not inside

@@ -144,7 +144,7 @@ def _check(context: StageContext, names: Sequence[str]) -> None:
                 if stored is None and (mark := run.mark_damage(before)) is not None:
                     state = f"cannot be used ({mark})"
                 raise InputError(f"stage {before!r} {state} in {run.path}: {_remedy(before)} first")
-            if (damage := run.damage(before, results_only=True)) is not None:
+            if (damage := run.damage(before)) is not None:
                 raise InputError(f"{damage}: {_remedy(before)} first, which makes anew what is damaged")
 
 

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from exittrain.errors import InputError
-from exittrain.records.files import read_json
+from exittrain.models.sums import check_folder
+from exittrain.records.files import check_lines, is_whole, read_json
+from exittrain.records.run_folder import RunFolder
 from exittrain.records.shards import MANIFEST, read_shards
 from exittrain.stages.evaluation.schema import Metrics
 from exittrain.stages.evaluation.tables import Table
@@ -64,6 +66,7 @@ def load_run(folder: Path) -> RunData:
     path = folder / "eval" / "metrics.json"
     if not path.is_file():
         raise InputError(f"{folder} has no evaluation: run `exittrain eval` on it first")
+    _check_sums(RunFolder(folder))
     try:
         metrics = Metrics.model_validate(read_json(path))
     except ValueError as error:
@@ -76,8 +79,16 @@ def load_run(folder: Path) -> RunData:
         metrics.name, metrics, read_json(folder / "eval" / "timing.json"),
         {name: rows for name, rows in curves.items() if rows},
         example_trees(folder), load_studies(folder), _optional_json(folder / "provenance.json"),
-        _optional_text(folder / "recipe.yaml"),
+        _recipe(folder / "recipe.yaml"),
     )  # fmt: skip
+
+
+def _check_sums(run: RunFolder) -> None:
+    """Of what is shown here and lies in finished stages; shards, studies and the recipe bring sums of their own."""
+    for stage, names in (("eval", "*"), ("train", "*.jsonl"), ("warmup", "*.jsonl")):
+        line = run.damage(stage, names) if run.stored_key(stage) is not None else run.mark_damage(stage)
+        if line is not None:
+            raise InputError(f"{line}: `exittrain run {run.path}` makes it again")
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -101,18 +112,24 @@ def load_studies(folder: Path) -> tuple[StudyData, ...]:
     for path in sorted((folder / "studies").glob("*/study.json")):
         note = read_json(path)
         try:
-            suite, plots = note["suite"], note.get("plots", ())
+            suite, plots = note["suite"], dict(note.get("plots", {}))
             found.append(
                 StudyData(
                     suite["name"], suite["description"], tuple(note["advice"]),
                     tuple(map(_table, note.get("tables", ()))),
-                    {name: (path.parent / f"{name}.svg").read_text(encoding="utf-8") for name in plots},
+                    {name: _plot(path.parent / f"{name}.svg", record) for name, record in plots.items()},
                 )
             )  # fmt: skip
-        except (KeyError, TypeError, AttributeError, OSError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, OSError) as error:
             remedy = f"`exittrain eval {folder} --suite {path.parent.name}` makes it again of what it has measured"
             raise InputError(f"study {path.parent} cannot be shown ({error}): {remedy}") from None
     return tuple(found)
+
+
+def _plot(path: Path, record: dict[str, Any]) -> str:
+    if not is_whole(path, record):
+        raise ValueError(f"{path.name} is missing or damaged")
+    return path.read_text(encoding="utf-8")
 
 
 def _table(data: dict[str, Any]) -> Table:
@@ -150,11 +167,18 @@ def _tokenizer(folder: Path) -> Any:
         return None
     from transformers import AutoTokenizer
 
+    check_folder(folder)
     return AutoTokenizer.from_pretrained(folder)
 
 
 def _optional_json(path: Path) -> dict[str, Any]:
     return dict(read_json(path)) if path.is_file() else {}
+
+
+def _recipe(path: Path) -> str:
+    text = _optional_text(path)
+    check_lines(text, path)
+    return text
 
 
 def _optional_text(path: Path) -> str:

@@ -11,7 +11,7 @@ from exittrain.errors import InputError, nearest
 from exittrain.law.sampling import Sampling
 from exittrain.law.seeding import seed_for
 from exittrain.models.target import TargetModel
-from exittrain.records.files import write_json, write_text
+from exittrain.records.files import record_of, write_json, write_text
 from exittrain.records.schema import CODE_VERSION
 from exittrain.runtime.signals import StopFlag
 from exittrain.stages.evaluation.contexts import ContextSet
@@ -179,7 +179,11 @@ def write_report(bench: Bench, report: StudyReport) -> None:
     parts = [f"## {settings.name}", "", settings.description, ""]
     parts += [f"- {line}" for line in report.advice] + ([""] if report.advice else [])
     write_text(folder / "table.md", "\n".join([*parts, *(table.markdown() for table in report.tables)]))
+    plots = {}
     for name, text in report.plots.items():
         write_text(folder / f"{name}.svg", standalone(text))
-    shown = {"tables": [asdict(table) for table in report.tables], "plots": list(report.plots)}
-    write_json(folder / "study.json", {**note, "advice": list(report.advice), **shown, "results": report.data})
+        plots[name] = record_of(folder / f"{name}.svg")
+    shown = {"tables": [asdict(table) for table in report.tables], "plots": plots}
+    write_json(
+        folder / "study.json", {**note, "advice": list(report.advice), **shown, "results": report.data}, seal=True
+    )

@@ -38,7 +38,7 @@ class Record:
     jobs: tuple[Job, ...] = ()
 
     def write(self, run: Path) -> None:
-        write_json(script_folder(run) / FILE, {"schema_version": SCHEMA_VERSION, **asdict(self)})
+        write_json(script_folder(run) / FILE, {"schema_version": SCHEMA_VERSION, **asdict(self)}, seal=True)
 
     def job_of(self, stage: str) -> Job | None:
         """The job that does a stage; a target is made by the job of `data`."""

@@ -6,7 +6,6 @@ step-000200/   model.pt (parameters and moments by name), rank-00000.pt a rank, 
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from exittrain.errors import InputError
-from exittrain.records.files import TEMPORARY, fsync_folder, fsync_tree, sha256, write_json
+from exittrain.records.files import TEMPORARY, fsync_folder, fsync_tree, read_json, record_of, sha256, write_json
 from exittrain.runtime.ranks import any_rank, barrier, from_main, is_main, on_all, rank, world_size
 from exittrain.stages.training.engine import Engine
 
@@ -60,11 +59,12 @@ def _complete(temporary: Path, final: Path, step: int) -> None:
     """Mark what all ranks have written as whole and give it its name; older checkpoints go."""
     fsync_tree(temporary)
     files = {
-        file.relative_to(temporary).as_posix(): {"bytes": file.stat().st_size, "sha256": sha256(file)}
+        file.relative_to(temporary).as_posix(): record_of(file)
         for file in sorted(temporary.rglob("*"))
         if file.is_file()
     }
-    write_json(temporary / COMPLETE, {"format": FORMAT, "step": step, "world_size": world_size(), "files": files})
+    mark = {"format": FORMAT, "step": step, "world_size": world_size(), "files": files}
+    write_json(temporary / COMPLETE, mark, seal=True)
     shutil.rmtree(final, ignore_errors=True)
     os.replace(temporary, final)
     fsync_folder(final.parent)
@@ -86,7 +86,7 @@ def latest_checkpoint(folder: Path) -> tuple[Path, int] | None:
         if any_rank(complaint is not None):
             damaged[path] = from_main(lambda complaint=complaint: complaint) or "another rank cannot read it"
             continue
-        mark = json.loads((path / COMPLETE).read_text(encoding="utf-8"))
+        mark = read_json(path / COMPLETE)
         if mark.get("format") != FORMAT:
             raise InputError(
                 f"{path} was written in another format ({mark.get('format', 1)}, this version reads {FORMAT}): "
@@ -117,15 +117,15 @@ def _tell(path: Path, ranks: int, damaged: Mapping[Path, str]) -> None:
 def load_checkpoint(path: Path, engine: Engine) -> list[dict[str, Any]]:
     """Restore the engine; returns the `state` of every rank that saved, in their order."""
     engine.load(torch.load(path / MODEL, weights_only=True, map_location="cpu", mmap=True))
-    ranks = json.loads((path / COMPLETE).read_text(encoding="utf-8"))["world_size"]
+    ranks = read_json(path / COMPLETE)["world_size"]
     return [torch.load(path / rank_file(i), weights_only=True, map_location="cpu") for i in range(ranks)]
 
 
 def _complaint(path: Path, thorough: bool) -> str | None:
     """What is wrong with a checkpoint folder, or None. thorough: hashes too, which one rank does for all."""
     try:
-        files = json.loads((path / COMPLETE).read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, KeyError, TypeError):
+        files = read_json(path / COMPLETE)["files"]
+    except (ValueError, KeyError, TypeError):  # InputError is a ValueError
         return f"no whole {COMPLETE}"
     for name, record in files.items():
         file = path / name
