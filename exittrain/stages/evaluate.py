@@ -139,8 +139,9 @@ def evaluate_drafters(
         for name in names
     ]
     tasks = eval_tasks(settings, seed, heldout, lambda: ChatRenderer(target.tokenizer, target.eos_token_ids).prompt)
-    ranks.setup(target.device, Path(out_folder))
-    return evaluate(target, entrants, setup, tasks, Path(out_folder), stop or StopFlag())
+    stop = stop or StopFlag()
+    ranks.setup(target.device, Path(out_folder), stop)
+    return evaluate(target, entrants, setup, tasks, Path(out_folder), stop)
 
 
 def eval_trees(settings: EvalSection, builder: str, shape: TreeShape) -> tuple[str, TreeShape]:
