@@ -1,5 +1,26 @@
 """One thread a test process: the models are tiny, and threads waiting for each other cost more than they do."""
 
+from pathlib import Path
+
+import pytest
+import tiny_run as tiny
 import torch
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All stages of the tiny recipe, finished. Nobody changes it: copy it first."""
+    from exittrain.records.run_folder import RunFolder
+    from exittrain.stages.context import StageContext
+    from exittrain.stages.run import run_all
+
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    run_all(StageContext(tiny.recipe_of(tiny_corpus), RunFolder(folder)))
+    return folder

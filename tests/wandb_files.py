@@ -1,9 +1,15 @@
-"""Reads a wandb segment back: a log of records in blocks of 32 KiB, each piece with a checksum, a length and a type."""
+"""Makes real wandb segments in processes of their own, and reads them back.
+
+A segment is a log of records in blocks of 32 KiB, each piece with a checksum, a length and a type.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +17,28 @@ from typing import Any
 
 BLOCK, HEAD = 32768, 7
 WHOLE, FIRST, MIDDLE, LAST = 1, 2, 3, 4
+
+LIFE = """
+import sys
+from pathlib import Path
+from exittrain.runtime.wandb_run import WandbRun, identity_of
+folder, first, last, how, mode = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
+run = WandbRun(folder, identity_of(folder, "unit", None, "tests"), mode, {"recipe": {"seed": 1}})
+for step in range(first, last):
+    run.log({"warmup/loss": 1 / step}, step)
+print("logged", flush=True)
+if how == "wait":
+    sys.stdin.readline()
+run.close()
+"""
+
+
+def life(folder: Path, first: int, last: int, how: str = "", mode: str = "offline", **environment: str) -> Any:
+    """A process that logs steps first..last-1 to the folder's wandb run; with "wait" it ends after a line of input."""
+    command = [sys.executable, "-c", LIFE, str(folder), str(first), str(last), how, mode]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env={**kept, **environment}, text=True, **pipes)
 
 
 @dataclass

@@ -69,7 +69,7 @@ def read_identity(folder: Path) -> Identity:
 
 def keep_identity(folder: Path, identity: Identity) -> None:
     """Write tracking.json."""
-    write_json(folder / IDENTITY, {"schema_version": 1, **asdict(identity)})
+    write_json(folder / IDENTITY, {"schema_version": 1, **asdict(identity)}, seal=True)
 
 
 def new_id() -> str:
@@ -96,7 +96,7 @@ class WandbRun:
     def __init__(self, folder: Path, identity: Identity, mode: Mode, config: Mapping[str, Any]) -> None:
         self._folder, self._identity, self._config = folder, identity, dict(config)
         self._queue: Queue[Action | None] = Queue(MAX_WAITING)
-        self._off, self._exit_code = threading.Event(), 0
+        self._off, self._over, self._exit_code = threading.Event(), threading.Event(), 0
         self._closed, self._mode = False, mode
         self.error: str | None = None
         self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
@@ -125,6 +125,7 @@ class WandbRun:
         self._closed = True
         atexit.unregister(self.close)
         if self._off.is_set():
+            self._over.wait(SLACK_SECONDS)
             return
         with contextlib.suppress(Full):
             self._queue.put_nowait(None)
@@ -182,6 +183,7 @@ class WandbRun:
         self.error = why
         _print(f"wandb is off from here on ({why}); {self._folder}/**/metrics.jsonl has everything")
         _end_service()
+        self._over.set()
 
 
 def first_line(error: BaseException) -> str:
@@ -197,11 +199,13 @@ def _end_service() -> None:
     """End wandb's helper process at once: it would hold up the exit for as long as it has something to send."""
 
     def end() -> None:
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(BaseException):  # asyncio's too
             wandb: Any = sys.modules["wandb"]
             singleton = wandb.sdk.wandb_setup._singleton
             if singleton is not None and singleton._connection is not None:
-                singleton._connection._proc._process.kill()
+                process = singleton._connection._proc._process
+                process.kill()
+                process.wait()
             wandb.teardown()
 
     ending = threading.Thread(target=end, daemon=True)

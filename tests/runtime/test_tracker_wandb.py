@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from wandb_files import read_segment
+from wandb_files import life, read_segment
 
 from exittrain.errors import InputError, Interrupted
 from exittrain.runtime import wandb_run as module
@@ -216,37 +216,14 @@ def test_facts_hold_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     assert facts["git"] is None or set(facts["git"]) == {"commit", "dirty"}
 
 
-LIFE = """
-import signal, sys, time
-from pathlib import Path
-from exittrain.runtime.wandb_run import WandbRun, identity_of
-folder, first, last, how = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-run = WandbRun(folder, identity_of(folder, "unit", None, "tests"), sys.argv[5], {"recipe": {"seed": 1}})
-for step in range(first, last):
-    run.log({"warmup/loss": 1 / step}, step)
-print("logged", flush=True)
-if how == "freeze":
-    while not run._thread.is_alive() or run._queue.qsize():
-        time.sleep(0.05)
-    time.sleep(1)
-    sys.stdin.readline()
-run.close()
-"""
-
-
-def life(folder: Path, first: int, last: int, how: str = "", mode: str = "offline", **environment: str) -> Any:
-    command = [sys.executable, "-c", LIFE, str(folder), str(first), str(last), how, mode]
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
-    return subprocess.Popen(
-        command, env={**kept, **environment}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True,
-    )  # fmt: skip
-
-
+@pytest.mark.usefixtures("real_wandb")
 def test_real_segments_carry_one_id(tmp_path: Path) -> None:
     for first, last in ((1, 4), (3, 6)):
-        _, said = life(tmp_path, first, last).communicate(timeout=120)
-        assert OFF not in said
+        run = start(tmp_path, config={"recipe": {"seed": 1}})
+        for step in range(first, last):
+            run.log({"warmup/loss": 1 / step}, step)
+        run.close()
+        assert run.error is None
     identity = identity_of(tmp_path, "unit", None, "tests")
     found = [read_segment(path) for path in segments(tmp_path, identity.id)]
     assert [segment.run.run_id for segment in found] == [identity.id] * 2
@@ -275,7 +252,7 @@ def test_an_unreachable_server_costs_half_a_minute_at_the_end_and_nothing_else(t
 @pytest.mark.slow
 def test_a_frozen_service_does_not_keep_the_process(tmp_path: Path) -> None:
     """wandb's helper process stops answering: the end is told in one line and comes."""
-    process = life(tmp_path, 1, 4, "freeze")
+    process = life(tmp_path, 1, 4, "wait")
     assert process.stdout.readline() == "logged\n"
     deadline, helpers = time.monotonic() + 60, []
     while not helpers and time.monotonic() < deadline:
