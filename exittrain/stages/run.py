@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from exittrain.errors import InputError
-from exittrain.records.files import clean_temporary
+from exittrain.records.files import TEMPORARY, clean_temporary
 from exittrain.runtime import ranks
 from exittrain.runtime.crew import Crew
 from exittrain.runtime.lock import PARTS, hold
@@ -116,11 +118,13 @@ def _join(context: StageContext, name: str, crew: Crew) -> str:
         if alone:  # what killed jobs left may be written no more, and the recipe is that of all who follow
             clean_temporary(context.run.path / name)
             _write_origin(context)
+        _look_again(context.run.stage(name))
         return _prepare(context, name)
 
 
 def _leave(context: StageContext, name: str, crew: Crew) -> None:
     with crew.leaving() as alone:
+        _look_again(context.run.stage(name))
         if context.run.stored_key(name) == context.stage_key(name):
             say(f"{name}: done")  # another job was here first
         elif not _function(SPLIT[name], "finish_")(context):
@@ -181,7 +185,17 @@ def _function(place: tuple[str, str], beginning: str = "") -> Callable[[StageCon
     return found
 
 
+def _look_again(folder: Path) -> None:
+    """Show here what other nodes have done in a stage's folder: a client of a network file system may go by what it
+    saw some seconds ago, but asks the server about a folder that it has just changed itself."""
+    for place in (folder, *(sub for sub in folder.iterdir() if sub.is_dir())):
+        file = place / f"{TEMPORARY}look-{secrets.token_hex(4)}"
+        file.touch()
+        file.unlink(missing_ok=True)
+
+
 def _finish(context: StageContext, name: str) -> None:
+    _look_again(context.run.stage(name))
     if not _function(SPLIT[name], "finish_")(context):
         raise InputError(f"{name}: what was just written is not there: run again")
 

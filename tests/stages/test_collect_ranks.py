@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tiny_target import make_target
+from collected_run import SHARDS, files_of, recipe_in
 
 from exittrain.cli.main import main
 from exittrain.config.load import build_recipe
@@ -26,24 +25,10 @@ from exittrain.stages.collect import finish_collect, work_collect
 from exittrain.stages.context import StageContext
 from exittrain.stages.run import run_stages
 
-SHARDS = 5
-
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    folder = tmp_path_factory.mktemp("recipe")
-    prompts = folder / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": f"say {i}"}) + "\n" for i in range(14)))
-    generation = {"max_new_tokens": 10, "batch_size": 4, "temperature": 1.0}
-    return {
-        "name": "shared",
-        "target": {"model": str(make_target(folder / "target"))},
-        "drafter": {"layers": 1},
-        "tree": {"budget": 5, "depth": 3, "width": 2},
-        "data": {"train": {"kind": "prompts", "path": str(prompts)}, "max_length": 48, "generation": generation},
-        "collect": {"anchors_per_sequence": 2, "shards": SHARDS},
-        "tracking": {"wandb": "disabled"},
-    }
+    return recipe_in(tmp_path_factory.mktemp("recipe"))
 
 
 Make = Callable[..., StageContext]
@@ -69,11 +54,6 @@ def make(whole: StageContext, recipe: dict, tmp_path: Path) -> Make:
         return StageContext(own, run, part=Part.parse(part), _target=whole.target())
 
     return context
-
-
-def files_of(context: StageContext) -> dict[str, bytes]:
-    folder = context.run.path / "collect"
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture
