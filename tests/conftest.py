@@ -1,5 +1,6 @@
 """One thread a test process: the models are tiny, and threads waiting for each other cost more than they do."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,17 @@ import tiny_run as tiny
 import torch
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def real_wandb(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """wandb itself, whatever the environment says of it; its service ends with the test."""
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    import wandb
+
+    wandb.teardown()
 
 
 @pytest.fixture(scope="session")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shutil
-import sysconfig
 from pathlib import Path
 
 import pytest
+from tiny_run import recipe_of
 
 from exittrain.config.load import load_recipe
 from exittrain.config.schema import Recipe
@@ -19,33 +19,15 @@ from exittrain.stages import run as run_module
 from exittrain.stages.context import StageContext, file_hash
 from exittrain.stages.run import run_all, run_stages
 
-TINY = Path(__file__).resolve().parents[1] / "fixtures/tiny.yaml"
-SMALL = [
-    "target.scratch.steps=3", "warmup.steps=2", "train.steps=2", "train.save_every=1", "eval.prompts_per_task=2",
-    "eval.contexts=8", "eval.max_new_tokens=6", "eval.temperatures=[1.0]", "eval.speed=false",
-]  # fmt: skip
+
+@pytest.fixture(scope="module")
+def corpus(tiny_corpus: Path) -> Path:
+    return tiny_corpus
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dozen files of the standard library: enough text, quickly tokenised."""
-    folder = tmp_path_factory.mktemp("corpus")
-    for file in sorted((Path(sysconfig.get_paths()["stdlib"]) / "json").glob("*.py")):
-        shutil.copy(file, folder)
-    shutil.copy(Path(sysconfig.get_paths()["stdlib"]) / "textwrap.py", folder)
-    return folder
-
-
-def recipe_of(corpus: Path, *overrides: str) -> Recipe:
-    local = [f"target.scratch.corpus={corpus}", f"data.train.path={corpus}"]
-    return load_recipe(TINY, [*local, *SMALL, *overrides])
-
-
-@pytest.fixture(scope="module")
-def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs") / "tiny"
-    run_all(StageContext(recipe_of(corpus), RunFolder(folder)))
-    return folder
+def finished(tiny_run: Path) -> Path:
+    return tiny_run
 
 
 @pytest.fixture

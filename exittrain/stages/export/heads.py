@@ -48,7 +48,7 @@ def export_head(source: ExportSource, output: Path, form: str, dtype: str | None
             f"{source.folder} holds embeddings of {checkpoint.embed_tokens.dtype} beside {stored}: save it again"
         )
     check_carried(form, config, own)
-    check_output(output, source, _METHOD[config.kind])
+    check_output(output, source, _METHOD[config.kind], 4 * target.embeddings.weight.numel())
     before = drafter.fingerprint()
     cases = make_cases(drafter, config, target, source.windows(_longest(drafter, config, target)))
     tensors = {name: tensor.to(rounded) for name, tensor in checkpoint.tensors.items()}

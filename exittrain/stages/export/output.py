@@ -14,6 +14,7 @@ from exittrain.errors import InputError, nearest
 from exittrain.models.folders import atomic_folder
 from exittrain.records.files import sha256
 from exittrain.runtime.provenance import collect_provenance
+from exittrain.stages.disk import FILE, check_room, used_bytes
 from exittrain.stages.export.folder import DTYPES, read_object, write_object
 from exittrain.stages.export.source import ExportSource
 
@@ -60,10 +61,12 @@ def chosen_dtype(name: str | None, stored: torch.dtype) -> torch.dtype:
     return stored if name is None else DTYPES[name]
 
 
-def check_output(output: Path, source: ExportSource, method: str | None = None) -> None:
-    """Refuse a path that servers misread, and a folder that is not an earlier export of this very drafter.
+def check_output(output: Path, source: ExportSource, method: str | None = None, more_bytes: int = 0) -> None:
+    """Refuse a path that servers misread, a folder that is not an earlier export of this very drafter, and a disk
+    without room for it.
 
-    method: the part of GUESSED from which vLLM would guess rightly, if any.
+    method: the part of GUESSED from which vLLM would guess rightly, if any; more_bytes: of what is written beside the
+    source's own files.
     """
     place = output.resolve()
     guessed = [part for part in GUESSED if part in str(place).lower() and part != method]
@@ -71,6 +74,8 @@ def check_output(output: Path, source: ExportSource, method: str | None = None) 
         raise InputError(f"{place} has {guessed[0]!r} in it, from which vLLM guesses a method: choose another --output")
     if place == source.folder.resolve() or source.folder.resolve().is_relative_to(place):
         raise InputError(f"{output} is what is exported: choose another --output")
+    needed = used_bytes(source.folder) + more_bytes + 4 * FILE
+    check_room(place.parent, needed, "the export", "choose another --output")
     if not place.exists():
         return
     earlier = read_object(place / NOTE) if (place / NOTE).is_file() else {}

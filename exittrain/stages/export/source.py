@@ -52,8 +52,10 @@ def of_run(context: StageContext, arm: str | None) -> ExportSource:
     arm = _chosen(context, arm)
     stage, place = (WARM_START, "drafter") if arm == WARM_START else (f"train/{arm}", "last")
     context.run.done(stage)
-    if (damage := context.run.damage(stage)) is not None:
-        raise InputError(f"{damage}: run `exittrain run {context.run.path}` again")
+    for used in (stage, "target", "data"):
+        finished = context.run.stored_key(used) is not None
+        if (damage := context.run.damage(used) if finished else context.run.mark_damage(used)) is not None:
+            raise InputError(f"{damage}: run `exittrain run {context.run.path}` again")
     section = context.recipe.target
     scratch = str(context.run.path / "target" / "model")
     target = scratch if section.model is None else section.model

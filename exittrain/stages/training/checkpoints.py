@@ -46,13 +46,24 @@ def save_checkpoint(folder: Path, step: int, engine: Engine, state: Mapping[str,
 
     def write() -> None:
         if is_main():
-            torch.save(model, temporary / MODEL)
-        torch.save(dict(state), temporary / rank_file(rank()))
+            _save(model, temporary / MODEL)
+        _save(dict(state), temporary / rank_file(rank()))
 
-    from_main(begin)
-    model = engine.state()
-    on_all(write)
-    from_main(lambda: _complete(temporary, final, step))
+    try:
+        from_main(begin)
+        model = engine.state()
+        on_all(write)
+        from_main(lambda: _complete(temporary, final, step))
+    except Exception:
+        if is_main():  # a full disk needs the room
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _save(value: Any, path: Path) -> None:
+    """torch.save to a file of our own: into one of torch's a failed write does not say why."""
+    with open(path, "wb") as file:
+        torch.save(value, file)
 
 
 def _complete(temporary: Path, final: Path, step: int) -> None:
