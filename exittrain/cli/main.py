@@ -68,7 +68,7 @@ def _disk_is_full(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return True
-        if f"os error {errno.ENOSPC}" in str(error):
+        if any(f"os error {number}" in str(error) for number in (errno.ENOSPC, errno.EDQUOT)):
             return True
         error = error.__cause__ or error.__context__
     return False
