@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from launching import launch_ranks
 from tiny_training import make_drafter
+from zero_checks import assert_bit_equal, assert_close, assert_equal_steps, in_ranks
 from zero_scenarios import DRAFTERS, Scenario, first_step, make, parameters, read_lines, trained
 
 from exittrain.drafters.base import Drafter
@@ -21,43 +19,10 @@ from exittrain.errors import InputError
 from exittrain.stages.training.loop import Hooks, Trainer, train
 from exittrain.stages.training.zero_config import deepspeed_config
 
-WORKER = Path(__file__).with_name("zero_worker.py")
 STAGES = ("zero1", "zero2", "zero3")
 OFFLOADED = ("zero2-offload", "zero3-offload")
 HALF = ("zero1-bf16", "zero2-bf16", "zero3-bf16")
 CUT = Scenario(steps=7, stops=(3, 5))
-
-
-def in_ranks(folder: Path, world: int, *asked: tuple[str, Scenario]) -> dict[str, Any]:
-    """What `world` ranks found of these scenarios ("first_step" or "trained")."""
-    folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"folder": str(folder), "scenarios": [(what, asdict(scenario)) for what, scenario in asked]})
-    assert launch_ranks(WORKER, text, world) == [0] * world
-    found: dict[str, Any] = torch.load(folder / f"found-{world}.pt", weights_only=True)
-    return found
-
-
-def assert_equal_steps(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Losses, counts and every gradient within 1e-6 of the largest (float32)."""
-    for name, value in expected["numbers"].items():
-        assert found["numbers"][name] == pytest.approx(value, rel=2e-6, abs=1e-9), name
-    largest = max(float(gradient.abs().max()) for gradient in expected["gradients"].values())
-    assert largest > 0 and found["gradients"].keys() == expected["gradients"].keys()
-    for name, gradient in expected["gradients"].items():
-        assert float((found["gradients"][name] - gradient).abs().max()) <= 1e-6 * largest, name
-
-
-def assert_bit_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
-
-
-def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """Adam divides by small numbers: what another order of sums does to a gradient is magnified."""
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=2e-5, msg=name)
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)

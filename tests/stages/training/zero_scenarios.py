@@ -39,7 +39,8 @@ DRAFTERS = ("draft_lm", "lora", "eagle3", "block")
 @dataclass(frozen=True)
 class Scenario:
     """A training of `steps` steps of a tiny drafter. micro: sequences a forward; stops: steps after which it is
-    interrupted and begun again; ends: whether the last of them is followed by the rest."""
+    interrupted and begun again; ends: whether the last of them is followed by the rest; place: the folder's name, where
+    several scenarios go on with each other's checkpoints."""
 
     config: str = "zero0"
     drafter: str = "draft_lm"
@@ -50,10 +51,13 @@ class Scenario:
     steps: int = 3
     stops: tuple[int, ...] = ()
     ends: bool = True
+    place: str = ""
     lr: float = 1e-2
 
     @property
     def name(self) -> str:
+        if self.place:
+            return self.place
         parts = (self.config, self.drafter, self.objective, f"{self.sequences}-{self.batch}-{self.micro}-{self.steps}")
         return "_".join((*parts, *(f"stop{stop}" for stop in self.stops), *(() if self.ends else ("cut",))))
 
