@@ -15,6 +15,7 @@ from exittrain.errors import InputError, Interrupted
 from exittrain.runtime import watch
 from exittrain.runtime.signals import StopFlag, Stopped
 
+QUIET = ("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch prints pages about a rank that has gone: ours is one line
 app = typer.Typer(
     help="Train draft models for speculative decoding on the trees they will really draw, and prove the gain.",
     no_args_is_help=True,
@@ -32,6 +33,7 @@ export.register(app)
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line and exit; never returns."""
     stop = StopFlag().install(leave=_leave_from_a_thread)
+    os.environ.setdefault(*QUIET)
     given = sys.argv[1:] if arguments is None else arguments
     code, told = _run([argument for argument in given if not argument.startswith("--local_rank")])
     stop.heed()  # what is done is done: a signal while the process ends changes nothing

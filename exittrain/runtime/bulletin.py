@@ -82,7 +82,7 @@ class Bulletin:
 
     def _talk(self) -> None:
         store: Any = None
-        while not self._over.is_set():
+        while not self._over.is_set() and not self._is_closing():
             try:
                 store = store or self._connect()
                 self._exchange(store)
@@ -91,6 +91,11 @@ class Bulletin:
                 store, self._broken = None, True
             self._hurry.wait(TICK_SECONDS)
             self._hurry.clear()
+        self._broken = True
+
+    def _is_closing(self) -> bool:
+        """Rank 0 has left, and the store mostly with it."""
+        return any(entry["kind"] == "left" and entry["rank"] == 0 for entry in self.entries) and self._rank != 0
 
     def _connect(self) -> Any:
         """A plain connection comes first and stays: it shows whether somebody listens, and later that the process that
@@ -115,8 +120,7 @@ class Bulletin:
             if key not in self._made:  # what is not there would be waited for
                 store.compare_set(key, "", NEVER)
                 self._made.add(key)
-        self._count += 1
-        store.set(f"beat/{self._rank}", f"{self._count} {len(self.entries)} {socket.gethostname()}")
+        self._beat(store)
         posted = len(self._outbox)
         for entry in self._outbox[:posted]:
             store.append("news", "\n" + json.dumps(entry))
@@ -128,3 +132,9 @@ class Bulletin:
                 self.beats[rank] = Beat(int(count), int(read), host)
         del self._outbox[:posted]
         self.answers += 1
+        if self._is_closing():  # it waits until we know
+            self._beat(store)
+
+    def _beat(self, store: Any) -> None:
+        self._count += 1
+        store.set(f"beat/{self._rank}", f"{self._count} {len(self.entries)} {socket.gethostname()}")

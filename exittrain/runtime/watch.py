@@ -30,7 +30,8 @@ GRACE_SECONDS = 10.0  # for the others when a rank has failed: each may be about
 SAVING_SECONDS = 30.0  # when it was interrupted, or when all ranks know that they end: they may be saving
 MISSED_GRACE_SECONDS = 1.0  # when it is missed: nobody else will say anything
 MISSED_SECONDS = 4.0  # a rank is taken for dead after this once a connection to it has broken
-GOODBYE_SECONDS = 30.0
+GOODBYE_SECONDS = 30.0  # rank 0 stays so long for others that are not done
+DELIVERY_SECONDS = 3.0
 BROKEN = ("DistNetworkError", "DistBackendError", "DistStoreError")  # torch's, of the store and of NCCL
 AGAIN = "run the same command again to go on"
 
@@ -128,10 +129,12 @@ class Watch:
             verb = {InputError.exit_code: "could not go on", Interrupted.exit_code: "has ended"}.get(code, "has failed")
             line = f"{self._name(self._rank)} {verb}: {told or f'exit code {code}'}"
             bulletin.post(self._ended(Ending(self._rank, code, line)))
+        if self._rank == 0 and not code:  # the store is mostly ours and goes with us
+            bulletin.wait(self._all_left, GOODBYE_SECONDS)
         bulletin.post({"kind": "left", "rank": self._rank})
-        bulletin.wait(bulletin.delivered, 3.0)
-        if self._rank == 0:  # the store is mostly ours and goes with us
-            bulletin.wait(self._all_know if code else self._all_left, 3.0 if code else GOODBYE_SECONDS)
+        bulletin.wait(bulletin.delivered, DELIVERY_SECONDS)
+        if self._rank == 0:
+            bulletin.wait(self._all_know, DELIVERY_SECONDS)
         return not bulletin.close() or code != 0
 
     def _end(self, ending: Ending) -> None:
@@ -215,7 +218,7 @@ def is_on() -> bool:
 
 def explain(error: BaseException) -> Ending | None:
     """Why a collective failed, when it failed because another rank has ended; takes some seconds to find out."""
-    broken = _broken_connection(error)
+    broken = broken_connection(error)
     return None if _watch is None or broken is None else _watch.explain(broken)
 
 
@@ -265,7 +268,7 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-def _broken_connection(error: BaseException | None) -> str | None:
+def broken_connection(error: BaseException | None) -> str | None:
     """What the error, or one that it came from, says of a connection to another rank; None where it says nothing."""
     while error is not None:
         if "gloo/transport" in str(error) or type(error).__name__ in BROKEN:

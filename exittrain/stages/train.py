@@ -17,7 +17,7 @@ from exittrain.law.seeding import generator_for, seed_for
 from exittrain.models.target import TargetModel
 from exittrain.records.files import read_json, write_json
 from exittrain.records.shards import read_shards
-from exittrain.runtime.ranks import barrier, from_main, is_main, on_all
+from exittrain.runtime.ranks import barrier, from_main, is_main, on_all, raise_if_stopped
 from exittrain.stages.collect import collected_generators
 from exittrain.stages.context import StageContext, say
 from exittrain.stages.heads import dials_of
@@ -60,7 +60,7 @@ def run_train(context: StageContext) -> None:
     target = on_all(context.target)
     sequences, held_out = on_all(lambda: (training_sequences(context, target), held_out_of(context, target)))
     for arm in todo:
-        context.stop.raise_if_set()
+        raise_if_stopped(context.stop)
         _run_arm(context, arm, target, sequences, held_out)
 
 
