@@ -80,8 +80,8 @@ class Writer:
 
         what: names the parts on disk and the random streams.
         """
-        order = ranks.from_main(lambda: Order(list(jobs), what, max_new_tokens, self.identity))
         try:
+            order = ranks.from_main(lambda: Order(list(jobs), what, max_new_tokens, self.identity))
             rows = ranks.on_all(lambda: self.work(order))
         except Exception as error:
             if ranks.world_size() == 1:
