@@ -40,10 +40,9 @@ class Rates:
 
 def peak_memory() -> float:
     """GiB this process has held at most, the largest of all ranks: on its GPU where it uses one, else resident."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        own = torch.cuda.max_memory_allocated() / 2**30
-    else:
-        unit = 1 if sys.platform == "darwin" else 1024
-        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+    held = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    if not held:
+        held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    own = held / 2**30
     # A sum in which each rank has its own entry: the largest of them, by the one reduction there is.
     return max(all_reduce_sums({str(i): own if i == rank() else 0.0 for i in range(world_size())}).values())
