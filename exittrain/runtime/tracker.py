@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,7 @@ def check_tensorboard(wanted: bool) -> None:
     """Raises:
     InputError: TensorBoard is wanted and not installed.
     """
-    if wanted and importlib.util.find_spec("tensorboard") is None:
+    if wanted and find_spec("tensorboard") is None:
         raise InputError(
             "tracking.tensorboard needs the package tensorboard: pip install 'exittrain[tensorboard]', or set "
             "tracking.tensorboard=false"

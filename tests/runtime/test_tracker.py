@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +112,7 @@ def test_results_in_tensorboard_replace_earlier_ones(tmp_path: Path) -> None:
 
 
 def test_a_missing_tensorboard_is_told_up_front(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
     check_tensorboard(False)
     with pytest.raises(InputError, match=r"pip install 'exittrain\[tensorboard\]'"):
         check_tensorboard(True)

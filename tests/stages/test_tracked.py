@@ -10,12 +10,15 @@ from made_run import make_run
 from wandb_files import read_segment
 
 from exittrain.config.load import load_recipe
+from exittrain.errors import InputError
 from exittrain.records.run_folder import RunFolder
+from exittrain.runtime import tracker
 from exittrain.runtime.parts import Part
 from exittrain.runtime.wandb_run import read_identity, segments
 from exittrain.stages import context as context_module
 from exittrain.stages.context import StageContext
 from exittrain.stages.report import run_report
+from exittrain.stages.sources import check_sources
 from exittrain.stages.tracked import find_results, track_results
 
 TINY = Path(__file__).resolve().parents[1] / "fixtures/tiny.yaml"
@@ -69,6 +72,13 @@ def test_tensorboard_has_values_and_tables(tmp_path: Path) -> None:
     (file,) = events.iterdir()
     file.write_bytes(b"")  # TensorBoard's files are no result of the stage
     assert context.run.damage("report") is None and not (context.run.path / "wandb").exists()
+
+
+def test_a_missing_tensorboard_stops_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracker, "find_spec", lambda name: None)
+    check_sources(context_of(tmp_path), ["target"])
+    with pytest.raises(InputError, match=r"pip install 'exittrain\[tensorboard\]'"):
+        check_sources(context_of(tmp_path, "tracking.tensorboard=true"), ["target"])
 
 
 def test_one_process_writes_to_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
