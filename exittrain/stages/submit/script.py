@@ -17,7 +17,7 @@ from exittrain.runtime.slurm import OTHER_LAUNCHERS
 from exittrain.stages.submit.profile import Profile, Verb, resources
 
 TEMPLATE = "slurm/stage.sbatch"
-OURS = (
+OVERRULING = (  # what SBATCH_... would set against the script, also where it says nothing of it
     "ARRAY_INX", "ERROR", "INPUT", "JOB_NAME", "NO_REQUEUE", "OPEN_MODE", "OUTPUT", "REQUEUE", "SIGNAL", "TIMELIMIT",
     "WAIT",
 )  # fmt: skip
@@ -92,9 +92,9 @@ def _option(value: str) -> str:
 def variables_for(environment: Mapping[str, str], script: str = "") -> dict[str, str]:
     """The environment that jobs start from. What an allocation or a launcher around the submitting shell has set would
     be taken for the job's own, and sbatch heeds its variables more than the script, which says what is wanted."""
-    kept = ("SLURM_CONF", "SLURM_CLUSTERS")
+    kept = ("SLURM_CLUSTERS", "SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")  # how to reach the controller
     said = [option.upper().replace("-", "_") for option in re.findall(r"^#SBATCH --([\w-]+)", script, re.MULTILINE)]
-    dropped = {*LAUNCHER, *OTHER_LAUNCHERS, *(f"SBATCH_{name}" for name in (*OURS, *said))}
+    dropped = {*LAUNCHER, *OTHER_LAUNCHERS, *(f"SBATCH_{name}" for name in (*OVERRULING, *said))}
     if "MEM" in said:
         dropped.add("SBATCH_MEM_PER_NODE")
     return {
