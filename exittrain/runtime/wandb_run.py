@@ -84,7 +84,7 @@ def segments(folder: Path, run_id: str) -> list[Path]:
 
 def is_sent(segment: Path) -> bool:
     """`wandb sync` has uploaded the whole segment."""
-    return any(segment.glob("*.wandb.synced"))
+    return bool(list(segment.glob("*.wandb.synced")))
 
 
 class WandbRun:
@@ -167,7 +167,7 @@ class WandbRun:
             init_timeout=INIT_SECONDS, finish_timeout=FINISH_SECONDS, finish_timeout_raises=True, silent=True,
             console="off", save_code=False, disable_git=True, disable_job_creation=True, x_disable_stats=True,
         )  # fmt: skip
-        while any(self._folder.glob(f"wandb/*{time.strftime('%Y%m%d_%H%M%S')}-{own.id}")):
+        while list(self._folder.glob(f"wandb/*{time.strftime('%Y%m%d_%H%M%S')}-{own.id}")):
             time.sleep(0.1)  # a segment's folder is named by the second it began
         run = wandb.init(
             dir=str(self._folder), id=own.id, resume="allow", mode=mode, project=own.project, entity=own.entity,
