@@ -43,7 +43,7 @@ SHARD = 10240  # of a shard without rows, and its record
 ROUND = 200  # of a decoding round in rounds.jsonl
 LOGGED = 600  # of a line of metrics.jsonl
 CELL = 6144  # of a measurement, without its numbers: in metrics.json, timing.json, table.md
-PAGE = 300_000  # of a report, and half as much for each drafter
+PAGE, PAGE_DRAFTER, PAGE_TABLE = 150_000, 60_000, 30_000  # of a report; for each drafter; for each task and temperature
 FALLOC_FL_KEEP_SIZE = 1
 
 
@@ -77,7 +77,8 @@ def stage_bytes(recipe: Recipe) -> dict[str, float | None]:
     if recipe.eval is not None:
         drafters = 1 + (len(recipe.train.arms) if recipe.train else 0)
         sizes["eval"] = eval_bytes(recipe, recipe.eval, drafters)
-        sizes["report"] = PAGE * (1 + drafters / 2)
+        tables = len(expand_tasks(recipe.eval.tasks)) * len(recipe.eval.temperatures)
+        sizes["report"] = float(PAGE + PAGE_DRAFTER * drafters + PAGE_TABLE * tables)
     return sizes
 
 
