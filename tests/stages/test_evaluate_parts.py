@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import time
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,22 @@ def test_two_processes_evaluate_a_run(run, copy, recipe) -> None:
     assert files(copy / "eval") == files(run / "eval")
     timing = json.loads((copy / "eval/timing.json").read_text())
     assert [row["drafter"] for row in timing["speed"]] == ["warm start", "token", "reach_kl"]
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_rank_stops_both_and_their_pieces_stay(run, copy, recipe) -> None:
+    command = ["-m", "exittrain", "eval", str(TINY), f"run_dir={copy}", *_local(recipe()), *SMALL]
+    first, second = launch(command)
+    deadline = time.monotonic() + 600
+    while len(list(copy.glob("eval/cells/*.json"))) < 6 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    second.terminate()
+    assert (first.wait(timeout=120), second.wait(timeout=120)) == (75, 75)
+    kept = {path: path.stat().st_mtime_ns for path in copy.glob("eval/cells/*.json")}
+    assert kept and not (copy / "eval/metrics.json").exists()
+    run_stages(StageContext(recipe(), RunFolder(copy)), ["eval"])  # by one rank now
+    assert files(copy / "eval") == files(run / "eval")
+    assert kept == {path: path.stat().st_mtime_ns for path in kept}
 
 
 LIBRARY = """
