@@ -157,13 +157,18 @@ def forward_bytes(size: ModelSize, columns: int, recipe: Recipe) -> float:
 
 
 def drafter_bytes(recipe: Recipe, size: ModelSize) -> float:
-    """Weights, gradients and optimiser states of a drafter in training, on one rank (DeepSpeed's ZeRO 0 to 2)."""
+    """Weights, gradients and optimiser states of a drafter in training, on one rank; what is offloaded to the host is
+    left out. At ZeRO 3 the weights are whole while a forward and its backward run, beside the rank's own part."""
     config, ranked = deepspeed_file(recipe), ranks.world_size()
-    stage, half = int(config.get("zero_optimization", {}).get("stage", 0)), bool(config.get("bf16", {}).get("enabled"))
+    zero, half = config.get("zero_optimization", {}), bool(config.get("bf16", {}).get("enabled"))
+    stage = int(zero.get("stage", 0))
     each = 2.0 if half else 4.0
     states = 12.0 if half else 8.0  # two moments, and of half-precision weights a float32 copy
+    kept = {name: zero.get(name, {}).get("device", "none") == "none" for name in ("offload_optimizer", "offload_param")}
+    own = each / ranked if stage == 3 and kept["offload_param"] else 0.0
     gradients = each / (ranked if stage >= 2 else 1)
-    return each * size.num_parameters + size.trained_parameters * (gradients + states / (ranked if stage else 1))
+    states = states / (ranked if stage else 1) if kept["offload_optimizer"] else 0.0
+    return (each + own) * size.num_parameters + size.trained_parameters * (gradients + states)
 
 
 def deepspeed_file(recipe: Recipe) -> dict[str, Any]:

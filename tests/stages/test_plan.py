@@ -228,7 +228,10 @@ def test_zero_splits_the_optimiser_over_the_ranks(monkeypatch: pytest.MonkeyPatc
     assert alone == 16 * size.num_parameters == costs.drafter_bytes(load_recipe(TINY), size)
     monkeypatch.setattr(costs.ranks, "world_size", lambda: 4)
     assert costs.drafter_bytes(recipe, size) == (4 + 12 / 4) * size.num_parameters
-    assert costs.drafter_bytes(load_recipe(TINY, ["train.deepspeed=zero2"]), size) == (4 + 12 / 4) * size.num_parameters
+    sizes = {"zero2": 4 + 12 / 4, "zero3": 4 + 16 / 4, "zero2-offload": 4 + 4 / 4, "zero3-offload": 4 + 4 / 4}
+    for name, each in sizes.items():
+        recipe = load_recipe(TINY, [f"train.deepspeed={name}"])
+        assert costs.drafter_bytes(recipe, size) == each * size.num_parameters, name
 
 
 def test_the_plan_says_what_is_kept_only_of_heads() -> None:

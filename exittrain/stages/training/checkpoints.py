@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def latest_checkpoint(folder: Path) -> tuple[Path, int] | None:
     for path in from_main(lambda: sorted(folder.glob("step-*"), reverse=True)):
         complaint = _complaint(path, is_main())
         if any_rank(complaint is not None):
-            damaged[path] = from_main(lambda complaint=complaint: complaint) or "another rank cannot read it"
+            damaged[path] = from_main(partial(str, complaint or "another rank cannot read it"))
             continue
         mark = read_json(path / COMPLETE)
         if mark.get("format") != FORMAT:

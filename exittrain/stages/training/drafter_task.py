@@ -134,11 +134,11 @@ class DrafterTask:
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         self._drawn = {}
         for step in states[0]["drawn"]:
-            shares = [state["drawn"][step] for state in states]
-            parts = [
-                TreeBatch(*share[1:5], drawn_by(self._loss.builder), share[5]) for share in shares if len(share[0])
-            ]
-            trees = join_trees(parts, [share[0] for share in shares if len(share[0])])
+            shares = [share for share in (state["drawn"][step] for state in states) if len(share[0])]
+            drawn = drawn_by(self._loss.builder)
+            parts = [TreeBatch(ids, parents, depths, valid, drawn, scores)
+                     for _, ids, parents, depths, valid, scores in shares]  # fmt: skip
+            trees = join_trees(parts, [share[0] for share in shares])
             own = take_trees(trees, self._own(self._plan(step))[3])
             self._drawn[step] = move_trees(own, self._target.device)
 

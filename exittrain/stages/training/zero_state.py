@@ -60,7 +60,7 @@ def _whole(parameter: nn.Parameter, kind: str, base: Any, plain: bool) -> Tensor
 
     moment = () if kind == "parameters" else (kind,)
     found = (utils.safe_get_full_optimizer_state if moment else utils.safe_get_full_fp32_param)(parameter, *moment)
-    assert found is not None  # trained parameters have masters
+    assert isinstance(found, Tensor)  # trained parameters have masters
     return found.detach()
 
 

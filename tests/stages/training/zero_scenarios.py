@@ -52,6 +52,7 @@ class Scenario:
     stops: tuple[int, ...] = ()
     ends: bool = True
     place: str = ""
+    save_every: int = 100
     lr: float = 1e-2
 
     @property
@@ -111,7 +112,7 @@ def make(scenario: Scenario) -> tuple[Drafter, DrafterTask, LoopSettings]:
     rows = make_rows(scenario.sequences, vocab=HEAD_VOCAB if head else VOCAB)
     settings = LoopSettings(
         steps=scenario.steps, batch_size=scenario.batch, micro_batch_size=scenario.micro, lr=scenario.lr,
-        warmup_ratio=0.3, log_every=1, save_every=100, seed=3, weight_decay=0.1,
+        warmup_ratio=0.3, log_every=1, save_every=scenario.save_every, seed=3, weight_decay=0.1,
     )  # fmt: skip
     loss = LossSettings(
         objective=scenario.objective, anchors_per_sequence=3, refresh_every=3, shape=replace(SHAPE, branching="2-ary")
