@@ -88,7 +88,7 @@ def _of_drafters(folders: Sequence[str], overrides: Sequence[str], target: str, 
     from exittrain.models.target import TargetModel
     from exittrain.runtime.signals import current
     from exittrain.stages.conversations.chat import ChatRenderer
-    from exittrain.stages.evaluation.engine import Entrant
+    from exittrain.stages.evaluation.setup import Entrant
     from exittrain.stages.studies.run import study
 
     if overrides:

@@ -221,4 +221,6 @@ def test_user_mistakes_name_the_remedy(target, drafters, tmp_path):
         stage.evaluate_drafters(target, drafters, SETTINGS, tmp_path, control="x")
     with pytest.raises(InputError, match="at least one"):
         stage.evaluate_drafters(target, {}, SETTINGS, tmp_path)
+    with pytest.raises(InputError, match="task heldout: no prompt leaves room for 60 new tokens"):
+        run(target, drafters, tmp_path, SETTINGS.model_copy(update={"max_new_tokens": 60}))
     assert list(tmp_path.iterdir()) == []

@@ -26,9 +26,8 @@ from exittrain.stages.context import calibrations
 from exittrain.stages.conversations.store import TokenSequence
 from exittrain.stages.evaluation import contexts as ctx
 from exittrain.stages.evaluation import tables
-from exittrain.stages.evaluation.engine import Entrant
 from exittrain.stages.evaluation.results import Comparison
-from exittrain.stages.evaluation.setup import Setup
+from exittrain.stages.evaluation.setup import Entrant, Setup
 from exittrain.stages.evaluation.tasks import choose_contexts, heldout_task
 from exittrain.verify.registry import get_verifier
 

@@ -16,10 +16,10 @@ from exittrain.records.schema import CODE_VERSION
 from exittrain.runtime.signals import StopFlag
 from exittrain.stages.evaluation.contexts import ContextSet
 from exittrain.stages.evaluation.decoding import plain_answers
-from exittrain.stages.evaluation.engine import Entrant, Subject
 from exittrain.stages.evaluation.intervals import Bootstrap
 from exittrain.stages.evaluation.output import hardware
 from exittrain.stages.evaluation.results import AnswerResult, CellStore, Storable, cell_key
+from exittrain.stages.evaluation.setup import Entrant, Subject
 from exittrain.stages.evaluation.tables import Table
 from exittrain.stages.evaluation.tasks import Task, answered, choose_contexts
 from exittrain.stages.reporting.figures import standalone

@@ -17,8 +17,8 @@ from exittrain.runtime.signals import StopFlag
 from exittrain.stages.context import StageContext
 from exittrain.stages.conversations.store import read_sequences
 from exittrain.stages.evaluate import make_tasks, renderer_of, run_entrants
-from exittrain.stages.evaluation.engine import Entrant
 from exittrain.stages.evaluation.output import PIPE_WIDTH
+from exittrain.stages.evaluation.setup import Entrant
 from exittrain.stages.studies.base import Bench, StudyReport, write_report
 from exittrain.stages.studies.settings import Study
 

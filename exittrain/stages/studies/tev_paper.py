@@ -28,7 +28,7 @@ from exittrain.stages.studies.tev_timing import RuleTime, time_verifiers
 
 if TYPE_CHECKING:
     from exittrain.stages.evaluation.contexts import ContextSet
-    from exittrain.stages.evaluation.engine import Entrant
+    from exittrain.stages.evaluation.setup import Entrant
     from exittrain.stages.studies.base import Bench
 
 

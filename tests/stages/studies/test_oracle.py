@@ -20,8 +20,8 @@ from exittrain.law.gap import PLACES, first_nodes
 from exittrain.models.target import TargetModel
 from exittrain.runtime.signals import StopFlag
 from exittrain.stages.evaluation.contexts import measure_contexts, measure_oracle
-from exittrain.stages.evaluation.engine import Entrant
 from exittrain.stages.evaluation.intervals import Bootstrap, Estimate
+from exittrain.stages.evaluation.setup import Entrant
 from exittrain.stages.evaluation.tasks import heldout_task
 from exittrain.stages.studies import oracle
 from exittrain.stages.studies.base import Bench

@@ -11,9 +11,9 @@ from tiny_study import entrant, sequences, tiny_target
 
 from exittrain.errors import InputError, Interrupted
 from exittrain.runtime.signals import StopFlag
-from exittrain.stages.evaluation.engine import Entrant
 from exittrain.stages.evaluation.intervals import Bootstrap
 from exittrain.stages.evaluation.schema import Interval
+from exittrain.stages.evaluation.setup import Entrant
 from exittrain.stages.studies import base, tev_timing
 from exittrain.stages.studies.laws import LawResult
 from exittrain.stages.studies.published import TevFigures, gain_percent, read_figures

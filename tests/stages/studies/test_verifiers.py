@@ -20,10 +20,10 @@ from exittrain.errors import InputError, Interrupted
 from exittrain.law.sampling import Sampling
 from exittrain.models.target import TargetModel
 from exittrain.runtime.signals import StopFlag
-from exittrain.stages.evaluation.engine import Entrant
 from exittrain.stages.evaluation.intervals import Bootstrap, Estimate
 from exittrain.stages.evaluation.measures import Trace
 from exittrain.stages.evaluation.results import DecodeResult
+from exittrain.stages.evaluation.setup import Entrant
 from exittrain.stages.evaluation.tasks import EvalPrompt, Task, heldout_task
 from exittrain.stages.studies import base, verifiers
 from exittrain.stages.studies.base import Bench

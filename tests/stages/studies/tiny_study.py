@@ -12,7 +12,7 @@ from exittrain.drafters.causal import CausalDrafter
 from exittrain.drafters.scratch import make_causal_lm
 from exittrain.models.target import TargetModel
 from exittrain.stages.conversations.store import TokenSequence
-from exittrain.stages.evaluation.engine import Entrant
+from exittrain.stages.evaluation.setup import Entrant
 
 VOCAB = 23
 
