@@ -1,4 +1,4 @@
-"""Two processes train what one process trains, at every ZeRO stage, and stop together."""
+"""Two processes draw the sampled trees of one, and stop together (gradients of all stages: test_zero_ranks.py)."""
 
 from __future__ import annotations
 
@@ -32,14 +32,6 @@ def assert_same(found: Path, expected: Path) -> None:
             assert one[name] == pytest.approx(other[name], rel=1e-4), name
 
 
-@pytest.mark.parametrize("config", ["zero0", "zero1", "zero2"])
-def test_two_ranks_equal_one(tmp_path: Path, config: str) -> None:
-    """Batches of five in micro-batches of two: shares, rows and trees are uneven (cases.md 69, 71, 88, 90)."""
-    assert launch(tmp_path / "one", 1) == [0]
-    assert launch(tmp_path / "two", 2, config) == [0, 0]
-    assert_same(tmp_path / "two", tmp_path / "one")
-
-
 def test_two_ranks_draw_the_trees_of_one(tmp_path: Path) -> None:
     asked = {"objective": "accept_lk", "builder": "sampled_iid"}
     assert launch(tmp_path / "one", 1, **asked) == [0]
@@ -47,15 +39,7 @@ def test_two_ranks_draw_the_trees_of_one(tmp_path: Path) -> None:
     assert_same(tmp_path / "two", tmp_path / "one")
 
 
-@pytest.mark.parametrize("config", ["zero0", "zero2"])
-def test_a_rank_without_a_sequence_takes_part(tmp_path: Path, config: str) -> None:
-    """One sequence, two ranks (cases.md 7)."""
-    assert launch(tmp_path / "one", 1, sequences=1) == [0]
-    assert launch(tmp_path / "two", 2, config, sequences=1) == [0, 0]
-    assert_same(tmp_path / "two", tmp_path / "one")
-
-
-@pytest.mark.parametrize("config", ["zero0", "zero1"])
+@pytest.mark.parametrize("config", ["zero0", "zero3"])
 def test_a_signal_to_one_rank_stops_both(tmp_path: Path, config: str) -> None:
     """Both leave after the same step, with one checkpoint; going on gives the uninterrupted end (cases.md 81, 104)."""
     assert launch(tmp_path / "whole", 2, config) == [0, 0]

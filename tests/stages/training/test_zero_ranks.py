@@ -5,13 +5,15 @@ All scenarios of a number of ranks share its processes.
 
 from __future__ import annotations
 
+import json
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from zero_checks import assert_bit_equal, assert_close, assert_equal_steps, in_ranks
+from launching import launch_ranks
+from zero_checks import WORKER, assert_bit_equal, assert_close, assert_equal_steps, in_ranks
 from zero_scenarios import Scenario, first_step, read_lines, trained
 
 pytestmark = pytest.mark.slow
@@ -112,6 +114,20 @@ def test_going_on_with_other_numbers_of_ranks(
     ours, theirs = (without_clock(tmp_path / name / "lines.json") for name in ("moving", "whole"))
     for one, other in zip(ours, theirs, strict=True):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
+
+
+def test_a_rank_that_is_killed_while_saving_ends_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for ever, the checkpoint before is whole, and both go on from it to the same end (cases.md 78)."""
+    whole = replace(WHOLE, config="zero3")
+    scenario = replace(whole, save_every=4, place="killed")
+    with monkeypatch.context() as patch:
+        patch.setenv("KILLED_RANK", "1")
+        text = json.dumps({"folder": str(tmp_path), "scenarios": [("trained", asdict(scenario))]})
+        codes = launch_ranks(WORKER, text, 2)
+    assert codes[1] == -9 and codes[0] not in (0, -9)  # the last is launch_ranks' own, had it waited in vain
+    assert [path.name for path in (tmp_path / "killed").glob("step-*")] == ["step-000004"]
+    found = in_ranks(tmp_path, 2, ("trained", scenario), ("trained", whole))
+    assert_bit_equal(found["trained killed"]["parameters"], found[f"trained {whole.name}"]["parameters"])
 
 
 def without_clock(file: Path) -> list[dict[str, float]]:
