@@ -52,7 +52,7 @@ def record_of(path: Path) -> dict[str, Any]:
 def is_whole(path: Path, record: Mapping[str, Any]) -> bool:
     """The file is there and has the bytes of its record."""
     try:
-        return path.stat().st_size == record["bytes"] and known_sha256(path) == record["sha256"]
+        return bool(path.stat().st_size == record["bytes"] and known_sha256(path) == record["sha256"])
     except FileNotFoundError:
         return False
 

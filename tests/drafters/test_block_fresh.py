@@ -19,6 +19,7 @@ from exittrain.drafters.load import load_drafter
 from exittrain.drafters.scratch import make_causal_lm
 from exittrain.errors import InputError
 from exittrain.law.sampling import Sampling
+from exittrain.models.sums import FILES
 from exittrain.models.target import TargetModel
 
 
@@ -85,7 +86,8 @@ def test_saved_and_loaded_is_bit_equal(target, tmp_path, parts):
     drafter = tiny_block(target, **parts)
     folder = drafter.save(tmp_path / "drafter")
     drafter.save(folder)  # over an existing one
-    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "exittrain.json", "model.safetensors"]
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["config.json", FILES, "exittrain.json", "model.safetensors"]
     again = load_drafter(folder, target)
     assert isinstance(again, BlockDrafter) and again.network.config == drafter.network.config
     assert again.fingerprint() == drafter.fingerprint() and again.target_fingerprint == target.fingerprint()

@@ -20,6 +20,7 @@ from exittrain.drafters.scratch import make_causal_lm
 from exittrain.errors import InputError
 from exittrain.law.sampling import Sampling, process_logits
 from exittrain.models.packed import PackedBatch, pack
+from exittrain.models.sums import FILES
 from exittrain.models.target import TargetModel
 from exittrain.tree.batch import TreeBatch
 from exittrain.tree.draft_tree import DraftTree
@@ -153,6 +154,7 @@ def test_equal_sizes_with_two_ids_swapped_are_refused(target, tmp_path):
 
 def test_a_note_of_another_schema_is_refused(target, tmp_path):
     folder = load_drafter("layers:1", target).save(tmp_path / "d")
+    (folder / FILES).unlink()  # of another version, whose list would hold
     note = json.loads((folder / "exittrain.json").read_text())
     (folder / "exittrain.json").write_text(json.dumps({**note, "schema_version": 99}))
     with pytest.raises(InputError, match="another schema"):

@@ -11,6 +11,7 @@ from exittrain.drafters.eagle.fresh import make_eagle
 from exittrain.drafters.eagle.network import EagleNetwork
 from exittrain.drafters.formats import read_head
 from exittrain.errors import InputError
+from exittrain.models.sums import FILES
 from exittrain.models.target import TargetModel
 
 IDS = [0, 3, 4, 9, 17, 40, 47]
@@ -56,7 +57,8 @@ def test_saved_and_read_back_is_bit_equal(target, tmp_path, ids, flags):
     drafter = tiny_head(target, ids, **flags)
     folder = drafter.save(tmp_path / "head")
     drafter.save(folder)  # over an existing one
-    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "exittrain.json", "model.safetensors"]
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["config.json", FILES, "exittrain.json", "model.safetensors"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["head"]
     found = read_head(folder)
     network = EagleNetwork(found.config, target.embeddings)

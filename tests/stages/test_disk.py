@@ -11,6 +11,8 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tiny_run import recipe_of
@@ -27,6 +29,7 @@ from exittrain.stages.disk import can_reserve, check_disk, check_room, size_text
 from exittrain.stages.export.hf import export_hf
 from exittrain.stages.export.source import of_run
 from exittrain.stages.run import run_stage, run_stages
+from exittrain.stages.training import checkpoints
 
 MIB = 1 << 20
 
@@ -290,6 +293,25 @@ def test_no_room_at_the_nth_write(
     assert is_tidy(folder)
     run_stage(StageContext(recipe_of(tiny_corpus), RunFolder(folder)), stage)
     assert {file: file.read_bytes() for file in results} == whole
+
+
+def test_a_checkpoint_that_another_rank_cannot_write_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own files are written; the one before stays what is gone on from."""
+    engine: Any = SimpleNamespace(state=lambda: {"parameters": {}})
+    checkpoints.save_checkpoint(tmp_path, 1, engine, {"seconds": []})
+
+    def fail(action: Callable[[], object]) -> None:
+        action()
+        assert (tmp_path / ".tmp-step-000002/rank-00000.pt").exists()
+        raise InputError("rank 1 could not go on: no space left on the disk")
+
+    monkeypatch.setattr(checkpoints, "on_all", fail)
+    with pytest.raises(InputError, match="rank 1 could not go on"):
+        checkpoints.save_checkpoint(tmp_path, 2, engine, {"seconds": []})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+    assert checkpoints.latest_checkpoint(tmp_path) == (tmp_path / "step-000001", 1)
 
 
 def failing(function: Callable[[int], None], write: int, number: int) -> Callable[[int], None]:

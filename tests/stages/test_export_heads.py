@@ -23,6 +23,7 @@ from exittrain.drafters.head_config import HeadConfig
 from exittrain.drafters.load import load_drafter
 from exittrain.errors import InputError
 from exittrain.law.sampling import Sampling
+from exittrain.models.sums import FILES
 from exittrain.models.target import TargetModel
 from exittrain.records.files import sha256
 from exittrain.stages.export.heads import check_carried
@@ -61,7 +62,7 @@ def test_everything_is_the_source_bit_for_bit(target: Path, tmp_path: Path, form
     assert renamed.keys() == kept.keys() and all(torch.equal(renamed[name], kept[name]) for name in kept)
     assert any(name.startswith("midlayer.") for name in stored) == (form == "sglang")
     assert sorted(path.name for path in done.folder.iterdir()) == [
-        "config.json", NOTE, "exittrain.json", "model.safetensors"
+        "config.json", NOTE, FILES, "exittrain.json", "model.safetensors"
     ]  # fmt: skip
     assert (done.folder / "exittrain.json").read_bytes() == (source.folder / "exittrain.json").read_bytes()
     note = json.loads((done.folder / NOTE).read_text())
