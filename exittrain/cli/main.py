@@ -14,6 +14,7 @@ from exittrain.cli import export, stages, submit, sync, tools
 from exittrain.errors import InputError, Interrupted
 from exittrain.runtime import watch
 from exittrain.runtime.signals import StopFlag, Stopped
+from exittrain.runtime.slurm import is_one_of_several
 
 QUIET = ("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch prints pages about a rank that has gone: ours is one line
 app = typer.Typer(
@@ -32,7 +33,7 @@ export.register(app)
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line and exit; never returns."""
-    stop = StopFlag().install(leave=_leave_from_a_thread)
+    stop = StopFlag().install(leave=_leave_from_a_thread, at_once=not is_one_of_several(os.environ))
     os.environ.setdefault(*QUIET)
     given = sys.argv[1:] if arguments is None else arguments
     code, told = _run([argument for argument in given if not argument.startswith("--local_rank")])

@@ -17,6 +17,7 @@ from exittrain.errors import Interrupted
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 STUCK_SECONDS = 2.0  # a main thread that has not run its handler by then is in C, for who knows how long
+MEET_SECONDS = 30.0  # after which a rank with a signal no longer waits for the others to tell them
 KILL_SECONDS = 0.5
 
 
@@ -34,6 +35,7 @@ class StopFlag:
     def __init__(self) -> None:
         self.name: str | None = None
         self._leave: Callable[[str], object] | None = None
+        self._at_once = True
         self._handled = 0  # signals that the main thread's handler has seen
         self._heard = 0  # and the thread
 
@@ -44,14 +46,15 @@ class StopFlag:
     def set(self, name: str = "stop") -> None:
         self.name = name
 
-    def install(self, leave: Callable[[str], object] | None = None) -> StopFlag:
+    def install(self, leave: Callable[[str], object] | None = None, at_once: bool = True) -> StopFlag:
         """Catch the signals in this (main) thread from now on, as the process's one flag.
 
         leave: given a line, ends the process. With it, until `heed`, a signal is not kept for a loop that looks: it
         raises `Stopped` in the main thread or, where that is stuck in C, calls `leave` from another one.
+        at_once: False for a rank of several: it goes on to where all meet, MEET_SECONDS at most, so that all stop.
         """
         global _current
-        self._leave = leave
+        self._leave, self._at_once = leave, at_once
         _current = self
         _listen()
         for number in SIGNALS:
@@ -69,7 +72,7 @@ class StopFlag:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
         self.name = self.name or signal.Signals(number).name
-        if self._leave is not None and not before:
+        if self._leave is not None and self._at_once and not before:
             raise Stopped(_line(self.name))
 
     def _hear(self, number: int) -> None:
@@ -79,10 +82,10 @@ class StopFlag:
         if before and number == signal.SIGINT:
             _later(KILL_SECONDS, os._exit, 128 + number)
         elif self._leave is not None and not before:
-            _later(STUCK_SECONDS, self._leave_if_stuck)
+            _later(STUCK_SECONDS if self._at_once else MEET_SECONDS, self._leave_if_stuck)
 
     def _leave_if_stuck(self) -> None:
-        if self._leave is not None and not self._handled:
+        if self._leave is not None and not (self._handled and self._at_once):
             self._leave(_line(self.name))
 
     def raise_if_set(self) -> None:

@@ -46,6 +46,12 @@ def srun_place(environment: Environment) -> Place | None:
     return place if place.world_size > 1 else None
 
 
+def is_one_of_several(environment: Environment) -> bool:
+    """Whether a launcher or srun has started this process as one of several, as far as its variables go."""
+    count = environment.get("WORLD_SIZE", "")
+    return (count.isdigit() and int(count) > 1) or srun_place(environment) is not None
+
+
 def refuse_double_launch(environment: Environment) -> None:
     """Raises:
     InputError: srun started several tasks a node, and each of them started a launcher with processes of its own.

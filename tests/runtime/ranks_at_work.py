@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import time
@@ -16,10 +17,11 @@ import torch
 
 from exittrain.cli import main as cli
 from exittrain.errors import InputError, Interrupted
-from exittrain.runtime import ranks, watch
+from exittrain.runtime import ranks, signals, watch
 from exittrain.runtime.signals import StopFlag, current
 
 LIMIT = 4.0  # seconds of silence after which a rank is missed in these runs
+MEETING = 3.0  # in which a rank with a signal waits for the others
 GRACE = 4.0  # seconds in which the others may end by themselves
 os.environ.setdefault(*cli.QUIET)  # as `main` does, before the server below loads torch
 SERVER = multiprocessing.get_context("forkserver")  # one process imports torch, all ranks are its forks
@@ -82,13 +84,16 @@ def one_rank(work: str, environment: dict[str, str], folder: Path) -> None:
     sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", buffering=1, closefd=False)
     os.environ.update(environment)
     torch.set_num_threads(1)
-    watch.GRACE_SECONDS = GRACE
+    watch.GRACE_SECONDS, signals.MEET_SECONDS = GRACE, MEETING
     cli.app = lambda **_: start(globals()[work], folder)  # type: ignore[assignment]
     cli.main([])
 
 
 def start(work: Callable[[StopFlag], None], folder: Path) -> None:
     stop = current()
+    if work is late_rank_1_was_stopped_early and ranks.rank() == 1:
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(1.0)
     ranks.setup(torch.device("cpu"), folder, stop)
     (folder / f"at-work-{ranks.rank()}").touch()
     work(stop)
@@ -203,6 +208,12 @@ def answers(stop: StopFlag) -> None:
     except ValueError:
         return
     raise AssertionError("different entries were added")
+
+
+def late_rank_1_was_stopped_early(stop: StopFlag) -> None:
+    """All stages begin so."""
+    ranks.raise_if_stopped(stop)
+    raise AssertionError("the signal was lost")
 
 
 def stuck_in_c(stop: StopFlag) -> None:

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from ranks_at_work import GRACE, LIMIT, Run
+from ranks_at_work import GRACE, LIMIT, MEETING, Run
 
 SOON = 15.0  # seconds: some machines are busy
 AGAIN = "run the same command again to go on"
@@ -121,12 +121,20 @@ def test_an_error_that_cannot_travel(tmp_path: Path) -> None:
 
 
 def test_a_signal_while_the_others_are_awaited(tmp_path: Path) -> None:
-    """Before the ranks have met nothing can be lost: the one that waits in C ends with 75."""
+    """It waits in C for one that does not come: some time later it ends by itself."""
     run = Run(tmp_path, "answers", absent=1)
     time.sleep(2.0)
     run.send(0, signal.SIGTERM)
-    assert run.codes(SOON) == [75], run.said()
+    assert run.codes(MEETING + SOON) == [75], run.said()
     assert run.said()[0].endswith("exittrain: stopped by SIGTERM: nothing is half done, run the same command again\n")
+
+
+def test_a_signal_before_the_ranks_have_met_stops_all(tmp_path: Path) -> None:
+    """Who leaves at once leaves the others waiting."""
+    run = Run(tmp_path, "late_rank_1_was_stopped_early")
+    assert run.codes(SOON) == [75, 75]
+    assert "stopped by SIGTERM on rank 1: " in run.said()[0] or "another rank" in run.said()[0]
+    assert run.said()[1] == f"exittrain: stopped by SIGTERM: {AGAIN}\n"
 
 
 def test_a_second_interrupt_kills_one_that_is_stuck_in_c(tmp_path: Path) -> None:
