@@ -27,11 +27,11 @@ from exittrain.records import files, shards
 from exittrain.stages.context import file_hash
 from exittrain.stages.training.drafter_loss import LossSettings
 from exittrain.stages.training.drafter_task import DrafterTask
-from exittrain.stages.training.zero_config import deepspeed_config
 from exittrain.stages.training.loop import Trainer
 from exittrain.stages.training.sequences import SequenceSet
 from exittrain.stages.training.settings import LoopSettings
 from exittrain.stages.training.trees import StoredTrees
+from exittrain.stages.training.zero_config import deepspeed_config
 from exittrain.tree.batch import TreeBatch
 from exittrain.tree.draft_tree import DraftTree
 from exittrain.verify.registry import get_verifier

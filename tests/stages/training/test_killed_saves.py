@@ -11,6 +11,7 @@ from launching import launch_ranks
 from zero_checks import assert_bit_equal
 from zero_scenarios import Scenario, trained
 
+pytestmark = pytest.mark.slow
 WORKER = Path(__file__).with_name("kill_worker.py")
 
 
@@ -24,12 +25,6 @@ def kill(folder: Path, config: str, moments: list[int]) -> None:
         assert_bit_equal(torch.load(folder / str(moment) / "end.pt", weights_only=True), expected)
 
 
-def test_killed_in_the_middle_of_a_save(tmp_path: Path) -> None:
-    """cases.md 78."""
-    kill(tmp_path, "zero3", [5])
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("config", ["zero0", "zero3"])
 def test_killed_at_every_moment_of_a_save(tmp_path: Path, config: str) -> None:
     """cases.md 78: one after the other, all that touches a file or lets the ranks meet."""

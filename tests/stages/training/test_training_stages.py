@@ -178,11 +178,11 @@ def test_collect_goes_on_where_it_stopped(copied: StageContext, monkeypatch: pyt
     copied.run.reset("collect")
     original = collect_module.write_shard
 
-    def write(path: Path, rows: list) -> object:
+    def write(path: Path, rows: list, key: str) -> object:
         made.append(path.name)
         copied.stop.set("SIGTERM")
         (path.parent / ".tmp-left-behind").write_text("by a kill")
-        return original(path, rows)
+        return original(path, rows, key)
 
     monkeypatch.setattr(collect_module, "write_shard", write)
     for _ in range(2):
