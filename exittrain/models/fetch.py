@@ -81,15 +81,18 @@ def fetch(name: str, cache_dir: str | Path | None = None, notify: Callable[[str]
     except OSError as error:
         raise InputError(f"{folder.parent} cannot be made ({error.strerror}); set EXITTRAIN_CACHE") from error
     with _lock(folder.parent / f".{name}.lock"):
-        if not _is_whole(folder):
+        if not _is_whole(folder, model):
             _make(model, folder, notify or (lambda message: None))
     return folder
 
 
-def _is_whole(folder: Path) -> bool:
+def _is_whole(folder: Path, model: KnownModel) -> bool:
+    """What was made of the very file that is known now, by this version's way, and has not changed since."""
     try:
-        files = json.loads((folder / MANIFEST).read_text())["files"]
-        return all(known_sha256(folder / file) == digest for file, digest in files.items())
+        note = json.loads((folder / MANIFEST).read_text())
+        files = note["files"]
+        same = (note["gguf_sha256"], note["schema_version"]) == (model.sha256, SCHEMA_VERSION)
+        return same and all(known_sha256(folder / file) == digest for file, digest in files.items())
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

@@ -58,20 +58,24 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
-def write_shard(path: str | Path, rows: Sequence[Mapping[str, Any]], features: Any = None) -> dict[str, Any]:
-    """Write one shard and then its record beside it, `<shard>.json`; return the record {rows, bytes, sha256}."""
+def write_shard(path: str | Path, rows: Sequence[Mapping[str, Any]], key: str = "") -> dict[str, Any]:
+    """Write one shard and then its record beside it, `<shard>.json`; return the record {rows, key, bytes, sha256}.
+
+    key: of all that decides what is in it.
+    """
     path = Path(path)
-    write_rows(path, rows, features or tree_features())
-    record = {"rows": len(rows), **record_of(path)}
+    write_rows(path, rows, tree_features())
+    record = {"rows": len(rows), "key": key, **record_of(path)}
     write_json(path.with_suffix(".json"), record, seal=True)
     return record
 
 
-def shard_is_whole(path: str | Path) -> bool:
-    """The shard and its record exist and agree: it need not be made again."""
+def shard_is_whole(path: str | Path, key: str = "") -> bool:
+    """The shard and its record exist, agree, and were made under `key` (empty: any): it need not be made again."""
     path = Path(path)
     try:
-        return is_whole(path, read_json(path.with_suffix(".json")))
+        record = read_json(path.with_suffix(".json"))
+        return key in ("", record["key"]) and is_whole(path, record)
     except (ValueError, KeyError, TypeError):  # InputError is a ValueError
         return False
 
@@ -86,7 +90,7 @@ def has_record(path: str | Path) -> bool:
 
 
 def write_manifest(folder: str | Path, count: int, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """manifest.json over the `count` shards: {schema_version, shards: {name: {rows, bytes, sha256}}, rows, **extra}."""
+    """manifest.json over the `count` shards: {schema_version, shards: {name: record}, rows, **extra}."""
     folder = Path(folder)
     shards = {
         name: read_json((folder / name).with_suffix(".json")) for name in (shard_name(i, count) for i in range(count))

@@ -65,10 +65,10 @@ def work_collect(context: StageContext) -> None:
 def finish_collect(context: StageContext) -> bool:
     """Main rank: write manifest.json and the stage's mark. False while some shard is not whole; the first is named."""
     folder, parts = context.run.path / STAGE, context.part.count
-    count = shard_count(folder)
+    count, key = shard_count(folder), context.stage_key(STAGE)
     files = [folder / shard_name(i, count) for i in range(count)]
     missing = [i for i in range(count) if not has_record(files[i])]  # cheap: most parts end before the last one
-    missing = missing or [i for i in range(count) if not shard_is_whole(files[i])]
+    missing = missing or [i for i in range(count) if not shard_is_whole(files[i], key)]
     if missing or not count:
         rest = f", {files[missing[0]].name} by part {missing[0] % parts}/{parts}" if missing else ""
         say(f"{STAGE}: {len(missing) or 'all'} shards are still to be made{rest}")
@@ -76,7 +76,7 @@ def finish_collect(context: StageContext) -> bool:
     drafter, target = context.drafter(warm_drafter(context)), context.target()
     hashes = {"target_hash": target.fingerprint(), "drafter_hash": drafter.fingerprint()}
     manifest = write_manifest(folder, count, {**hashes, "temperature": context.sampling.temperature})
-    context.run.finish(STAGE, context.stage_key(STAGE))
+    context.run.finish(STAGE, key)
     say(f"{STAGE}: {manifest['rows']} trees in {count} shards")
     return True
 
@@ -90,11 +90,12 @@ def _section(context: StageContext) -> CollectSection:
 def _make_shards(context: StageContext) -> int:
     """This rank's missing shards; returns how many there were."""
     section, seed, folder, target = _section(context), context.recipe.seed, context.run.path / STAGE, context.target()
+    key = context.stage_key(STAGE)
     shards = _shards(training_sequences(context, target), section, seed)
     files = [folder / shard_name(i, len(shards)) for i in range(len(shards))]
     own = share(range(len(shards)), context.part)
     _clear(folder, {files[i].stem for i in own})
-    missing = [i for i in own if not _is_whole(files[i])]
+    missing = [i for i in own if not _is_whole(files[i], key)]
     if ranks.is_main():  # the disk is everybody's: room for all that is to come, by this job or another
         to_come = [i for i in range(len(shards)) if i in missing or not has_record(files[i])]
         trees = sum(len(shards[i]) for i in to_come) * section.anchors_per_sequence
@@ -104,7 +105,7 @@ def _make_shards(context: StageContext) -> int:
     collector = Collector(context, section, target)
     with progress_bar(sum(len(shards[i]) for i in missing), STAGE, "sequences") as bar:
         for i in missing:
-            write_shard(files[i], collector.rows(shards[i], seed))
+            write_shard(files[i], collector.rows(shards[i], seed), key)
             bar.advance(len(shards[i]))
             context.stop.raise_if_set()
     return len(missing)
@@ -117,10 +118,11 @@ def _clear(folder: Path, own: set[str]) -> None:
             left.unlink(missing_ok=True)
 
 
-def _is_whole(path: Path) -> bool:
-    whole = shard_is_whole(path)
+def _is_whole(path: Path, key: str) -> bool:
+    whole = shard_is_whole(path, key)
     if path.exists() and not whole:  # said by the rank that owns it, whichever that is
-        print(f"{STAGE}: {path} is damaged (its sha256 differs): making it again", file=sys.stderr, flush=True)
+        why = "of another recipe" if shard_is_whole(path) else "damaged (its sha256 differs)"
+        print(f"{STAGE}: {path} is {why}: making it again", file=sys.stderr, flush=True)
     return whole
 
 

@@ -13,7 +13,7 @@ from exittrain.config.schema import SourceSection
 from exittrain.errors import InputError
 from exittrain.law.seeding import seed_for
 from exittrain.records.files import write_json
-from exittrain.records.schema import SCHEMA_VERSION
+from exittrain.records.schema import CODE_VERSION, SCHEMA_VERSION
 from exittrain.runtime import ranks
 from exittrain.stages.context import StageContext, say
 from exittrain.stages.conversations.answers import Writer, with_help
@@ -58,7 +58,8 @@ def _make(context: StageContext) -> None:
 
 def _writer(context: StageContext, renderer: ChatRenderer) -> Writer:
     target, folder = context.target(), context.run.path / ".data-parts"
-    identity = f"{target.fingerprint()} {renderer.template_sha256}"
+    attention = context.recipe.target.attention
+    identity = f"{target.fingerprint()} {renderer.template_sha256} {attention} {CODE_VERSION}"
     return Writer(target, context.recipe.data.generation, folder, context.recipe.seed, context.stop, identity)
 
 

@@ -62,9 +62,9 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     made: list[str] = []
     original = collect_module.write_shard
 
-    def write(path: Path, rows: list) -> object:
+    def write(path: Path, rows: list, key: str) -> object:
         made.append(path.name)
-        return original(path, rows)
+        return original(path, rows, key)
 
     monkeypatch.setattr(collect_module, "write_shard", write)
     return made
@@ -119,11 +119,11 @@ def test_parts_that_work_at_once_leave_each_other_alone(
     together = threading.Barrier(3, timeout=60)
     original, met = collect_module.write_shard, threading.local()
 
-    def write(path: Path, rows: list) -> object:
+    def write(path: Path, rows: list, key: str) -> object:
         if not hasattr(met, "once"):
             met.once = True
             together.wait()
-        return original(path, rows)
+        return original(path, rows, key)
 
     drafter, one_at_a_time = StageContext.drafter, threading.Lock()
 
@@ -217,11 +217,11 @@ def test_a_damaged_shard_is_its_parts_to_make(
 def test_a_signal_leaves_whole_shards(make: Make, whole: StageContext, monkeypatch: pytest.MonkeyPatch) -> None:
     context, made, original = make("0/2"), [], collect_module.write_shard
 
-    def write(path: Path, rows: list) -> object:
+    def write(path: Path, rows: list, key: str) -> object:
         made.append(path.name)
         if len(made) == 2:
             context.stop.set("SIGTERM")
-        return original(path, rows)
+        return original(path, rows, key)
 
     monkeypatch.setattr(collect_module, "write_shard", write)
     with pytest.raises(Interrupted):

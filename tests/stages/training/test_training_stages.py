@@ -259,6 +259,23 @@ def test_an_arm_killed_on_the_way_ends_the_same(copied: StageContext, monkeypatc
     assert {name: (folder / name / "model.safetensors").read_bytes() for name in ("best", "last")} == weights
 
 
+def test_arms_at_zero_3_end_as_at_zero_0(finished: StageContext, corpus: Path, tmp_path: Path) -> None:
+    """Redraws, evaluation, staleness of stored trees and both saves on a partitioned drafter (cases.md 84)."""
+    run = tmp_path / "run"
+    shutil.copytree(finished.run.path, run, ignore=shutil.ignore_patterns("train"))
+    arms = {
+        "reach_kl": {"objective": "reach_kl", "refresh_every": 2},
+        "stored": {"objective": "exit", "source": "shards"},
+    }
+    context = make_context(run, corpus, deepspeed="zero3", arms=arms)
+    run_train(context)
+    for arm in arms:
+        for name in ("best", "last"):
+            ours, theirs = (c.drafter(c.run.path / "train" / arm / name).module for c in (context, finished))
+            for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-5)
+
+
 def test_done_arms_are_not_trained_again(copied: StageContext, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_module, "_run_arm", lambda *args: 1 / 0)
     run_train(copied)
