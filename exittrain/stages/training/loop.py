@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -19,11 +20,12 @@ from torch import nn
 from exittrain.errors import Interrupted
 from exittrain.records.files import clean_temporary
 from exittrain.runtime.progress import progress_bar
-from exittrain.runtime.ranks import all_reduce_sums, any_rank, barrier, is_main
+from exittrain.runtime.ranks import all_reduce_sums, any_rank, barrier, is_main, rank
 from exittrain.runtime.signals import StopFlag
 from exittrain.runtime.tracker import Tracker
 from exittrain.stages.training.checkpoints import latest_checkpoint, load_checkpoint, save_checkpoint
 from exittrain.stages.training.engine import Engine
+from exittrain.stages.training.rates import Rates
 from exittrain.stages.training.settings import LoopSettings
 
 Sums = dict[str, float]
@@ -43,6 +45,10 @@ class Task(Protocol):
     @property
     def module(self) -> nn.Module: ...
 
+    def runs_module(self, step: int) -> bool:
+        """Whether `prepare` runs the module, so that it must be whole; the same on every rank."""
+        ...
+
     def prepare(self, step: int) -> list[Any]:
         """This rank's micro-batches of a step; as many on every rank. A function of (seed, step) and the model."""
         ...
@@ -56,10 +62,12 @@ class Task(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain values that a resumed run cannot recompute."""
+        """Tensors and plain values of this rank that a resumed run cannot recompute."""
         ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """What `state_dict` gave on each of the ranks that saved, which may have been more or fewer than there are."""
+        ...
 
 
 @dataclass
@@ -106,9 +114,11 @@ class Trainer:
             FloatingPointError: a loss or the gradient is not finite; names the samples. Nothing was updated.
         """
         began = time.perf_counter()
-        batches = self.task.prepare(step)
-        totals = all_reduce_sums(_total([batch.counts for batch in batches]))
-        if not any(totals.values()):
+        with self.engine.whole() if self.task.runs_module(step) else nullcontext():
+            batches = self.task.prepare(step)
+        sequences = float(sum(len(batch.sample_ids) for batch in batches))
+        totals = all_reduce_sums({"sequences": sequences, **_total([batch.counts for batch in batches])})
+        if not any(count for name, count in totals.items() if name != "sequences"):
             return {}, totals, 0.0
         scales = self.task.scales(step, totals)
         parts, bad = [], []
@@ -141,7 +151,7 @@ def train(task: Task, settings: LoopSettings, folder: Path, config: Mapping[str,
         clean_temporary(folder)
     barrier()
     torch.manual_seed(settings.seed)
-    trainer, best = Trainer(task, settings, config), Best()
+    trainer, best, rates = Trainer(task, settings, config), Best(), Rates()
     start = _resume(trainer, best, folder)
     tracker = hooks.tracker(start or None) if hooks.tracker else None
     try:
@@ -150,12 +160,14 @@ def train(task: Task, settings: LoopSettings, folder: Path, config: Mapping[str,
             for step in range(start, settings.steps):
                 sums, totals, norm = trainer.step(step)
                 done = step + 1
+                if sums:
+                    rates.add(trainer.seconds[-1], totals)
                 if tracker and (_due(done, settings.log_every, settings.steps) or done == 1):
                     numbers = dict(task.metrics(step, sums, totals)) if sums else {}
-                    clock = {"time/step_seconds": trainer.seconds[-1]} if trainer.seconds else {}
-                    tracker.log({**numbers, "lr": settings.lr_at(step), "grad_norm": norm, **clock}, step=done)
+                    tracker.log({**numbers, "lr": settings.lr_at(step), "grad_norm": norm, **rates.take()}, step=done)
                 if hooks.evaluate and settings.eval_every and _due(done, settings.eval_every, settings.steps):
-                    _evaluate(hooks, tracker, best, done)
+                    with trainer.engine.whole():
+                        _evaluate(hooks, tracker, best, done)
                 stopped = any_rank(hooks.stop.is_set)
                 if stopped or _due(done, settings.save_every, settings.steps):
                     save_checkpoint(folder, done, trainer.engine, _state(trainer, best))
@@ -164,6 +176,7 @@ def train(task: Task, settings: LoopSettings, folder: Path, config: Mapping[str,
                         f"stopped by {hooks.stop.name or 'another rank'} after step {done}, which is saved"
                     )
                 bar.advance(1, note=_note(sums, totals))
+        trainer.engine.make_plain()
         return Result(fmean(trainer.seconds or [0.0]), best)
     finally:
         if tracker:
@@ -197,10 +210,10 @@ def _resume(trainer: Trainer, best: Best, folder: Path) -> int:
     if found is None:
         return 0
     path, step = found
-    state = load_checkpoint(path, trainer.engine)
-    trainer.task.load_state_dict(state["task"])
-    best.score, best.step = state["best_score"], state["best_step"]
-    trainer.seconds = state["seconds"]
+    states = load_checkpoint(path, trainer.engine)
+    trainer.task.load_state_dict([state["task"] for state in states])
+    best.score, best.step = states[0]["best_score"], states[0]["best_step"]
+    trainer.seconds = states[rank() if rank() < len(states) else 0]["seconds"]
     return step
 
 
