@@ -6,7 +6,7 @@ import errno
 import os
 import sys
 import traceback
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
 
@@ -45,14 +45,15 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 def _run(arguments: list[str]) -> tuple[int, str]:
     """The exit code, and for the other ranks the reason of one that is not 0, which this rank has printed."""
     try:
-        app(args=arguments, prog_name="exittrain")
-    except SystemExit as end:  # how typer ends
-        return (end.code if isinstance(end.code, int) else int(end.code is not None)), ""
+        answer = app(args=arguments, prog_name="exittrain", standalone_mode=False)
+        return (answer if isinstance(answer, int) else 0), ""  # a verb's own exit code, or nothing
     except (InputError, Interrupted) as error:
         return _say(str(error), error.exit_code)
     except Stopped as signal:
         return _say(str(signal), Interrupted.exit_code)
     except Exception as error:
+        if hasattr(error, "format_message"):  # typer's own errors, which have no public base class
+            return _usage(error)
         if _disk_is_full(error):
             return _say("no space left on the disk: make room and run the same command again, it goes on", 1)
         ending = watch.explain(error)
@@ -63,7 +64,16 @@ def _run(arguments: list[str]) -> tuple[int, str]:
         watch.depart()
         traceback.print_exc()
         return 1, watch.first_line(error)
-    return 0, ""
+
+
+def _usage(error: Any) -> tuple[int, str]:
+    """A command line that typer cannot read, in one line; without any argument, the help."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        error.show()
+        return InputError.exit_code, ""
+    context = getattr(error, "ctx", None)
+    message = " ".join(error.format_message().split()).rstrip(".")
+    return _say(f"{message}: see `{context.command_path if context else 'exittrain'} --help`", InputError.exit_code)
 
 
 def _disk_is_full(error: BaseException | None) -> bool:

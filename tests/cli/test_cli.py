@@ -83,9 +83,26 @@ def test_bad_input_writes_nothing(capsys: pytest.CaptureFixture[str], elsewhere:
     assert list(elsewhere.iterdir()) == []
 
 
-@pytest.mark.parametrize("arguments", [["train"], ["nonsense"], ["run", TINY, "--nonsense"]])
-def test_usage_errors_exit_2(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
-    assert call(capsys, *arguments)[0] == 2
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["train"], "Missing argument 'RECIPE': see `exittrain train --help`"),
+        (["nonsense"], "No such command 'nonsense'"),
+        (["run", TINY, "--nonsense"], "No such option: --nonsense"),
+        (["eval", TINY, "--prompts", "0"], "'--prompts'"),
+        (["models", "fetch"], "see `exittrain models fetch --help`"),
+    ],
+)
+def test_usage_errors_are_one_line_and_exit_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str
+) -> None:
+    code, out, err = call(capsys, *arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1) and expected in err
+
+
+def test_without_arguments_it_shows_its_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = call(capsys)
+    assert code == 2 and "Commands" in out + err and "collect" in out + err
 
 
 def test_interruption_exits_75_and_failure_raises(
