@@ -80,7 +80,7 @@ def test_python_example(target: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_every_recipe_and_folder_it_names_exists() -> None:
-    section = README.split("## Recipes")[1].split("On GPUs")[0]
+    section = README.split("## Recipes")[1].split("\n## ")[0]
     named = set(re.findall(r"`([a-z0-9.-]+)`", section))
     shipped = {path.stem for path in (ROOT / "recipes").glob("*.yaml") if not path.stem.startswith("conversations")}
     assert shipped == named
