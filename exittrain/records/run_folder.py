@@ -18,6 +18,7 @@ CHECKPOINT = re.compile(r"step-\d+")
 DONE = "DONE.json"
 STARTED = "STARTED.json"
 UNLISTED = (DONE, STARTED, CALIBRATION_FILE)  # our own marks, and what is measured of a drafter later
+ONCE = ("metrics.jsonl", "best/*")  # of a training loop: written on the way, not again when it goes on from its end
 UNLISTED_FOLDERS = ("wandb", "tensorboard")  # what others show of the metrics, and write to when they like
 
 
@@ -84,11 +85,17 @@ class RunFolder:
             return None
 
     def begin(self, stage: str, key: str) -> None:
-        """Make the folder ready for work under `key`: what another key made goes, what this key began stays."""
-        (self.path / stage / DONE).unlink(missing_ok=True)
-        if self.started_key(stage) != key:
+        """Make the folder ready for work under `key`: what another key made goes, what this key began stays. A finished
+        stage is begun again when it is damaged; all of it goes where what is damaged would not be written again."""
+        is_lost = self.stored_key(stage) == key and any(self.damage(stage, only) is not None for only in ONCE)
+        self.forget(stage)
+        if is_lost or self.started_key(stage) != key:
             self.reset(stage)
             write_json(self.path / stage / STARTED, {"key": key}, seal=True)
+
+    def forget(self, stage: str) -> None:
+        """The stage is finished no more; its files stay."""
+        (self.path / stage / DONE).unlink(missing_ok=True)
 
     def finish(self, stage: str, key: str, extra: Mapping[str, Any] | None = None) -> None:
         """Write DONE.json, last: what is in the folder now is the stage's result. `extra` is stored beside the list."""
@@ -115,9 +122,8 @@ class RunFolder:
 
     def reset(self, stage: str) -> None:
         """Forget a stage's results (the mark first, so that a kill in between cannot leave a mark on missing files)."""
-        folder = self.path / stage
-        (folder / DONE).unlink(missing_ok=True)
-        shutil.rmtree(folder, ignore_errors=True)
+        self.forget(stage)
+        shutil.rmtree(self.path / stage, ignore_errors=True)
 
     def write_recipe(self, recipe: Any) -> None:
         """recipe.yaml as resolved: defaults and overrides written out. `recipe` is a pydantic model."""

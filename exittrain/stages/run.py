@@ -232,7 +232,9 @@ def _prepare(context: StageContext, name: str) -> str:
     if name in CHECKS and run.started_key(name) != key:
         _function(CHECKS[name])(context)
     check_disk(context, [name])  # again: others write to this disk too
-    if name not in ("data", "train"):  # data replaces itself when all is read; train's arms have keys of their own
+    if name == "train":  # its arms have keys of their own; their sums are taken anew when all are done
+        run.forget(name)
+    elif name != "data":  # which replaces itself when all is read
         run.begin(name, key)
     return "todo"
 
