@@ -20,6 +20,7 @@ PARTS = ".locks"  # files of the jobs that share the folder; whoever owns it alo
 PART_ENDING = ".part"
 PATIENCE_SECONDS = 0.5  # who only looks whether a lock is held has it for a moment
 POLL_SECONDS = 0.05
+NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 @contextmanager
@@ -56,7 +57,11 @@ def open_lock(path: Path) -> int:
 
 
 def take(descriptor: int, kind: int, seconds: float = 0.0) -> bool:
-    """Lock it (fcntl.LOCK_EX or LOCK_SH) within about `seconds`; False where others do not let go."""
+    """Lock it (fcntl.LOCK_EX or LOCK_SH) within about `seconds`; False where others do not let go.
+
+    Raises:
+        InputError: the file system has no locks.
+    """
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -65,6 +70,13 @@ def take(descriptor: int, kind: int, seconds: float = 0.0) -> bool:
             if time.monotonic() >= deadline:
                 return False
             time.sleep(POLL_SECONDS)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            raise InputError(
+                f"the file system of the run folder has no file locks ({error.strerror}): mount it with them "
+                "(Lustre: -o flock), or set run_dir to another disk"
+            ) from None
         else:
             return True
 
@@ -108,7 +120,7 @@ def is_held(folder: str | Path) -> bool:
             continue
         try:
             return not take(descriptor, kind)
-        except OSError:  # a file system that wants to write where it locks alone
+        except (OSError, InputError):  # a file system that wants to write where it locks alone, or has no locks
             continue
         finally:
             os.close(descriptor)

@@ -12,8 +12,10 @@ import errno
 import math
 import os
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from random import SystemRandom
 from tempfile import TemporaryFile
 
 from exittrain.config.schema import EvalSection, OptimSection, Recipe
@@ -45,6 +47,7 @@ LOGGED = 600  # of a line of metrics.jsonl
 CELL = 6144  # of a measurement, without its numbers: in metrics.json, timing.json, table.md
 PAGE, PAGE_DRAFTER, PAGE_TABLE = 150_000, 60_000, 30_000  # of a report; for each drafter; for each task and temperature
 FALLOC_FL_KEEP_SIZE = 1
+LOOKS, APART_SECONDS = 4, (0.1, 0.4)
 
 
 def stage_bytes(recipe: Recipe) -> dict[str, float | None]:
@@ -176,11 +179,21 @@ def check_room(folder: Path, needed: float, what: str, remedy: str) -> None:
     beginning = f"{what} may need {size_text(needed)} more in {folder}"
     if needed > free:
         raise InputError(f"{beginning}, where {size_text(free)} are free: make room, or {remedy}")
-    if needed and not can_reserve(place, needed):
+    if needed and not _can_reserve_soon(place, needed):
         left = size_text(_reservable(place, needed))
         raise InputError(
             f"{beginning}, where {size_text(free)} are free but a quota leaves about {left}: make room, or {remedy}"
         )
+
+
+def _can_reserve_soon(folder: Path, size: float) -> bool:
+    """Looks more than once: jobs that start together ask at the same moment, and each takes the room for that long."""
+    for look in range(LOOKS):
+        if look:
+            time.sleep(SystemRandom().uniform(*APART_SECONDS))
+        if can_reserve(folder, size):
+            return True
+    return False
 
 
 def used_bytes(folder: Path) -> float:

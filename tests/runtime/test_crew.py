@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import signal
@@ -144,3 +145,16 @@ def test_looking_at_a_lock_refuses_nobody(tmp_path: Path) -> None:
         with use():
             pass
         letting_go.join()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Lustre, when it is not mounted with -o flock."""
+
+    def flock(descriptor: int, kind: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(InputError, match=r"has no file locks \(.*\): mount it with them"), hold(tmp_path):
+        pass
+    assert not is_held(tmp_path)

@@ -150,6 +150,17 @@ def test_a_file_system_that_cannot_be_asked_refuses_nothing(
     check_room(tmp_path, 1000, "collect", "lower it")
 
 
+def test_jobs_that_look_at_the_same_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other jobs' looks take for a moment is no quota; what is taken for longer is one."""
+    answers = iter([errno.ENOSPC] * 3 + [0])
+    monkeypatch.setattr(disk, "_fallocate", lambda descriptor, size: next(answers, errno.ENOSPC))
+    monkeypatch.setattr(disk, "_in_memory", lambda folder: False)
+    monkeypatch.setattr(disk, "APART_SECONDS", (0.0, 0.01))
+    check_room(tmp_path, 1000, "collect", "lower it")
+    with pytest.raises(InputError, match="a quota leaves about"):
+        check_room(tmp_path, 1000, "collect", "lower it")
+
+
 def test_asking_takes_nothing_and_leaves_nothing(tmp_path: Path) -> None:
     before = shutil.disk_usage(tmp_path).free
     assert can_reserve(tmp_path, 64 * MIB)

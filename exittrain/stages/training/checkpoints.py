@@ -17,6 +17,7 @@ import torch
 
 from exittrain.errors import InputError
 from exittrain.records.files import TEMPORARY, fsync_folder, fsync_tree, read_json, record_of, sha256, write_json
+from exittrain.records.run_folder import CHECKPOINT
 from exittrain.runtime.ranks import any_rank, barrier, from_main, is_main, on_all, rank, world_size
 from exittrain.stages.training.engine import Engine
 
@@ -28,6 +29,12 @@ KEPT = 2
 
 def step_folder(folder: Path, step: int) -> Path:
     return folder / f"step-{step:06d}"
+
+
+def _saved(folder: Path) -> list[Path]:
+    """What is saved, newest first."""
+    found = [path for path in folder.glob("step-*") if CHECKPOINT.fullmatch(path.name)]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
 
 
 def rank_file(index: int) -> str:
@@ -69,6 +76,9 @@ def _save(value: Any, path: Path) -> None:
 
 def _complete(temporary: Path, final: Path, step: int) -> None:
     """Mark what all ranks have written as whole and give it its name; older checkpoints go."""
+    missing = [name for name in (MODEL, *map(rank_file, range(world_size()))) if not (temporary / name).is_file()]
+    if missing:
+        raise InputError(f"{temporary / missing[0]} is not there: all nodes must see {final.parent}")
     fsync_tree(temporary)
     files = {
         file.relative_to(temporary).as_posix(): record_of(file)
@@ -80,7 +90,7 @@ def _complete(temporary: Path, final: Path, step: int) -> None:
     shutil.rmtree(final, ignore_errors=True)
     os.replace(temporary, final)
     fsync_folder(final.parent)
-    for old in sorted(final.parent.glob("step-*"))[:-KEPT]:
+    for old in _saved(final.parent)[KEPT:]:
         shutil.rmtree(old, ignore_errors=True)
 
 
@@ -93,7 +103,7 @@ def latest_checkpoint(folder: Path) -> tuple[Path, int] | None:
             the newest was written in another format.
     """
     damaged: dict[Path, str] = {}
-    for path in from_main(lambda: sorted(folder.glob("step-*"), reverse=True)):
+    for path in from_main(lambda: _saved(folder)):
         complaint = _complaint(path, is_main())
         if any_rank(complaint is not None):
             damaged[path] = from_main(partial(str, complaint or "another rank cannot read it"))

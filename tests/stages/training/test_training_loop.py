@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -173,6 +174,23 @@ def test_killed_while_saving(make_task: Callable, tmp_path: Path, moment: int, m
     assert not list(folder.glob(".tmp-*"))
     # The first two steps ran under a two-step schedule; from there on both are one run.
     assert latest_checkpoint(folder)[1] == latest_checkpoint(tmp_path / "whole")[1] == 6
+
+
+def test_the_newest_is_the_one_of_most_steps(tmp_path: Path) -> None:
+    engine: Any = SimpleNamespace(state=lambda: {})
+    for step in (999_998, 999_999, 1_000_000):
+        checkpoints.save_checkpoint(tmp_path, step, engine, {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1000000", "step-999999"]
+    assert checkpoints.latest_checkpoint(tmp_path) == (tmp_path / "step-1000000", 1_000_000)
+
+
+def test_a_file_that_a_rank_wrote_elsewhere_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its node sees another folder of that name: nothing is marked as whole."""
+    engine: Any = SimpleNamespace(state=lambda: {})
+    monkeypatch.setattr(checkpoints, "world_size", lambda: 2)
+    with pytest.raises(InputError, match=r"rank-00001\.pt is not there: all nodes must see"):
+        checkpoints.save_checkpoint(tmp_path, 1, engine, {})
+    assert not list(tmp_path.iterdir())
 
 
 def test_nothing_unsafe_is_pickled(saved: Path) -> None:
