@@ -140,6 +140,10 @@ class Windows:
     counts: Sums
     input_ids: Tensor
 
+    @property
+    def num_tokens(self) -> int:
+        return self.input_ids[:, 1:].numel()
+
 
 class LanguageLoss(nn.Module):
     """Next-token cross-entropy."""

@@ -83,11 +83,13 @@ class NodeTargets:
 class MicroBatch:
     """One forward's share of a step.
 
-    sampling: what it is trained at; layout: the drafter's forward; target_of [T]: the row of token_hidden [U, Ht] that
+    num_tokens: trained tokens of its sequences, of which a head may make more or fewer weighted rows; sampling: what it
+    is trained at; layout: the drafter's forward; target_of [T]: the row of token_hidden [U, Ht] that
     each token row is compared with, the target's states (None: not needed); nodes: None without trees.
     """
 
     sample_ids: list[str]
+    num_tokens: int
     counts: Sums
     sampling: Sampling
     layout: Layout

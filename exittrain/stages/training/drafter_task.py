@@ -103,7 +103,7 @@ class DrafterTask:
         """Means over the step's rows; node_gradient_share: of the two gradients' norms at the last hidden states;
         exit_mass/depth_d: the chance that the target leaves a tree at a node of depth d."""
         token = sums["token_loss"] / max(totals["tokens"], 1.0)
-        numbers = {"token_loss": token, "num_tokens": totals["tokens"], "loss": self._loss.token_weight * token}
+        numbers = {"token_loss": token, "num_tokens": totals["trained_tokens"], "loss": self._loss.token_weight * token}
         if self._loss.uses_trees and totals["trees"]:
             weight = self._weight(step)
             node = sums["node_loss"] / totals["nodes"] if totals["nodes"] else 0.0
@@ -257,10 +257,11 @@ class DrafterTask:
         row, column = wanted.unbind(1)
         if self._loss.uses_trees:
             counts = dict.fromkeys(("nodes", "trees", "coverage", *self._exit_masses), 0.0) | counts
-        num_tokens = float(len(layout.labels)) if layout.weights is None else float(layout.weights.sum())
+        weight = float(len(layout.labels)) if layout.weights is None else float(layout.weights.sum())
         return MicroBatch(
             sample_ids=[self._sequences.ids[i] for i in indices],
-            counts={"tokens": num_tokens, **counts},
+            num_tokens=sum(int(mask.sum()) for mask in trained),
+            counts={"tokens": weight, **counts},
             sampling=sampling,
             layout=layout,
             target_of=target_of,

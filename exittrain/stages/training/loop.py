@@ -29,12 +29,15 @@ from exittrain.stages.training.rates import Rates
 from exittrain.stages.training.settings import LoopSettings
 
 Sums = dict[str, float]
+WORK = ("sequences", "trained_tokens")  # of a step, for rates; of the totals, no denominators
 
 
 class Batch(Protocol):
-    """One micro-batch, ready to be trained on. counts: this batch's denominators, the same names on every rank."""
+    """One micro-batch, ready to be trained on. num_tokens: trained tokens of its sequences; counts: its denominators,
+    the same names on every rank."""
 
     sample_ids: list[str]
+    num_tokens: int
     counts: Sums
 
 
@@ -116,9 +119,8 @@ class Trainer:
         began = time.perf_counter()
         with self.engine.whole() if self.task.runs_module(step) else nullcontext():
             batches = self.task.prepare(step)
-        sequences = float(sum(len(batch.sample_ids) for batch in batches))
-        totals = all_reduce_sums({"sequences": sequences, **_total([batch.counts for batch in batches])})
-        if not any(count for name, count in totals.items() if name != "sequences"):
+        totals = all_reduce_sums({**_work(batches), **_total([batch.counts for batch in batches])})
+        if not any(count for name, count in totals.items() if name not in WORK):
             return {}, totals, 0.0
         scales = self.task.scales(step, totals)
         parts, bad = [], []
@@ -215,6 +217,11 @@ def _resume(trainer: Trainer, best: Best, folder: Path) -> int:
     best.score, best.step = states[0]["best_score"], states[0]["best_step"]
     trainer.seconds = states[rank() if rank() < len(states) else 0]["seconds"]
     return step
+
+
+def _work(batches: Sequence[Batch]) -> Sums:
+    counts = (sum(len(batch.sample_ids) for batch in batches), sum(batch.num_tokens for batch in batches))
+    return dict(zip(WORK, map(float, counts), strict=True))
 
 
 def _total(parts: list[Sums]) -> Sums:

@@ -10,7 +10,7 @@ import torch
 
 from exittrain.runtime.ranks import all_reduce_sums, rank, world_size
 
-COUNTED = ("tokens", "sequences", "trees")  # of a step's counts, where it has them
+COUNTED = {"trained_tokens": "tokens", "sequences": "sequences", "trees": "trees"}  # a step's counts, where it has them
 
 
 class Rates:
@@ -24,9 +24,9 @@ class Rates:
         """One optimiser step: its seconds, and its counts over micro-batches and ranks."""
         self._step_seconds = seconds
         self._seconds += seconds
-        for name in COUNTED:
-            if name in totals:
-                self._done[name] = self._done.get(name, 0.0) + totals[name]
+        for count, name in COUNTED.items():
+            if count in totals:
+                self._done[name] = self._done.get(name, 0.0) + totals[count]
 
     def take(self) -> dict[str, float]:
         """time/step_seconds of the last step, time/<what>_per_second since the last call, memory/peak_gib."""

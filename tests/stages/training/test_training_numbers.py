@@ -7,12 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tiny_heads import VOCAB, make_head, make_target
+from tiny_training import make_rows
 
 from exittrain.build.base import TreeShape
 from exittrain.runtime.tracker import Tracker, read_metrics
 from exittrain.stages.training import rates as module
-from exittrain.stages.training.loop import Hooks, train
+from exittrain.stages.training.drafter_loss import LossSettings
+from exittrain.stages.training.drafter_task import DrafterTask
+from exittrain.stages.training.loop import Hooks, Trainer, train
 from exittrain.stages.training.rates import Rates
+from exittrain.stages.training.sequences import SequenceSet
+from exittrain.stages.training.settings import LoopSettings
 from exittrain.stages.training.zero_config import deepspeed_config
 
 MASSES = [f"exit_mass/depth_{depth}" for depth in range(4)]
@@ -52,17 +58,33 @@ def test_token_arms_have_no_trees(make_task: Callable, tmp_path: Path) -> None:
 
 def test_rates_are_of_all_steps_since_the_last_line() -> None:
     rates = Rates()
-    rates.add(1.0, {"tokens": 100.0, "sequences": 4.0})
-    rates.add(3.0, {"tokens": 300.0, "sequences": 4.0})
+    rates.add(1.0, {"trained_tokens": 100.0, "sequences": 4.0})
+    rates.add(3.0, {"trained_tokens": 300.0, "sequences": 4.0})
     taken = rates.take()
     assert (taken["time/step_seconds"], taken["time/tokens_per_second"], taken["time/sequences_per_second"]) == (
         3,
         100,
         2,
     )
-    rates.add(2.0, {"tokens": 20.0, "sequences": 2.0, "trees": 8.0})
+    rates.add(2.0, {"trained_tokens": 20.0, "sequences": 2.0, "trees": 8.0})
     assert rates.take()["time/trees_per_second"] == 4
     assert set(rates.take()) == {"memory/peak_gib"}
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "block"])
+def test_tokens_are_counted_once_where_a_head_weights_its_rows(kind: str) -> None:
+    """The loss is divided by the rows' weights, which are no number of tokens."""
+    target = make_target()
+    sequences = SequenceSet.from_rows(make_rows(3, vocab=VOCAB))
+    settings = LoopSettings(steps=1, batch_size=3, micro_batch_size=2)
+    task = DrafterTask(make_head(kind, target), target, sequences, settings, LossSettings())
+    trainer = Trainer(task, settings, deepspeed_config("zero0"))
+    sums, totals, _ = trainer.step(0)
+    trainer.engine.close()
+    trained = sum(int(mask.sum()) for mask in sequences.trained)
+    assert totals["trained_tokens"] == trained and totals["tokens"] != trained
+    numbers = task.metrics(0, sums, totals)
+    assert numbers["num_tokens"] == trained and numbers["token_loss"] == sums["token_loss"] / totals["tokens"]
 
 
 def test_memory_is_the_largest_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
