@@ -1,4 +1,4 @@
-"""The two ways a run ends early on purpose, and the exit code each one gets."""
+"""The two ways a run ends early on purpose, with the exit code each one gets, and words for messages."""
 
 from __future__ import annotations
 
@@ -21,3 +21,8 @@ def nearest(name: str, known: list[str]) -> str:
 
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f", did you mean {close[0]!r}?" if close else ""
+
+
+def first_line(error: BaseException) -> str:
+    """`KeyError: 'x'`: the kind of an exception and the first line of what it says."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import typer
 
 from exittrain.cli import export, stages, submit, sync, tools
-from exittrain.errors import InputError, Interrupted
+from exittrain.errors import InputError, Interrupted, first_line
 from exittrain.runtime import watch
 from exittrain.runtime.signals import StopFlag, Stopped
 from exittrain.runtime.slurm import is_one_of_several
@@ -63,7 +63,7 @@ def _run(arguments: list[str]) -> tuple[int, str]:
             raise
         watch.depart()
         traceback.print_exc()
-        return 1, watch.first_line(error)
+        return 1, first_line(error)
 
 
 def _usage(error: Any) -> tuple[int, str]:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from exittrain.errors import InputError, Interrupted
+from exittrain.errors import InputError, Interrupted, first_line
 from exittrain.runtime import slurm, watch
 from exittrain.runtime.signals import StopFlag
 from exittrain.runtime.slurm import MEETING_SECONDS, Place
@@ -234,7 +234,7 @@ def _gather(mine: tuple[bool, str] | None) -> list[tuple[bool, str] | None]:
 
 
 def _line_of(error: Exception) -> str:
-    return str(error) if isinstance(error, (InputError, Interrupted)) else watch.first_line(error)
+    return str(error) if isinstance(error, (InputError, Interrupted)) else first_line(error)
 
 
 def from_main(action: Callable[[], Answer]) -> Answer:
@@ -262,5 +262,5 @@ def _that_travels(error: Exception) -> Exception:
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
-        return RuntimeError(watch.first_line(error))
+        return RuntimeError(first_line(error))
     return error

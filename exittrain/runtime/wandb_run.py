@@ -20,7 +20,7 @@ from pathlib import Path
 from queue import Full, Queue
 from typing import Any, Literal
 
-from exittrain.errors import InputError
+from exittrain.errors import InputError, first_line
 from exittrain.records.files import read_json, write_json
 
 Mode = Literal["online", "offline", "disabled"]
@@ -145,7 +145,7 @@ class WandbRun:
             run.finish(exit_code=self._exit_code)
         except BaseException as error:  # whatever wandb does, training goes on and metrics.jsonl has the numbers
             if not self._off.is_set():
-                self._give_up(f"{type(error).__name__}: {first_line(error)}")
+                self._give_up(first_line(error))
 
     def _start(self) -> Any:
         import wandb
@@ -156,7 +156,7 @@ class WandbRun:
             except Exception as error:
                 _end_service()
                 _print(
-                    f"wandb is offline from here on ({type(error).__name__}: {first_line(error)}): "
+                    f"wandb is offline from here on ({first_line(error)}): "
                     f"`exittrain sync {self._folder}` sends it later"
                 )
         return self._init(wandb, "offline")
@@ -184,11 +184,6 @@ class WandbRun:
         _print(f"wandb is off from here on ({why}); {self._folder}/**/metrics.jsonl has everything")
         _end_service()
         self._over.set()
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of what an exception says."""
-    return next(iter(str(error).splitlines()), "")
 
 
 def _print(line: str) -> None:

@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from typing import NoReturn
 
-from exittrain.errors import InputError, Interrupted
+from exittrain.errors import InputError, Interrupted, first_line
 from exittrain.runtime.bulletin import Bulletin, Entry
 from exittrain.runtime.signals import StopFlag
 from exittrain.runtime.silence import STORE, Silence
@@ -262,10 +262,6 @@ def _leave_at_exit(process: int) -> None:
     if _watch is not None and os.getpid() == process:
         error = getattr(sys, "last_value", None)
         leave(0 if error is None else 1, "" if error is None else first_line(error))
-
-
-def first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def broken_connection(error: BaseException | None) -> str | None:

@@ -45,7 +45,8 @@ def run_collect(context: StageContext) -> None:
         return
     ranks.from_main(lambda: clean_temporary(context.run.stage(STAGE)))
     work_collect(context)
-    ranks.from_main(lambda: finish_collect(context))
+    if not ranks.from_main(lambda: finish_collect(context)):
+        raise InputError(f"{STAGE}: what was just written is not there: run again")
 
 
 def work_collect(context: StageContext) -> None:

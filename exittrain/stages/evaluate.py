@@ -37,24 +37,11 @@ STAGE = "eval"
 WARM_START = "warm start"
 
 
-def run_eval(context: StageContext) -> None:
-    """Measure the warm start and every arm's last drafter; write metrics.json, timing.json, rounds.jsonl,
-    contexts.parquet and table.md of the run's eval folder, and print the tables. Every rank enters.
-
-    Raises:
-        InputError: no `eval` section, an unknown task, or a stage it stands on is missing.
-        Interrupted: a signal came; what was measured is kept.
-    """
-    work_eval(context)
-    if not ranks.from_main(lambda: finish_eval(context)):
-        raise InputError(f"eval lost a part of what it measured in {context.run.path / STAGE}: run it again")
-
-
 def check_eval(context: StageContext) -> None:
     """What would be refused, found before an earlier evaluation is given up. One process alone may call it.
 
     Raises:
-        InputError: as `run_eval`; a calibration that `auto` cannot go by; no room for trees or answers.
+        InputError: as `work_eval`; a calibration that `auto` cannot go by; no room for trees or answers.
     """
     engine = _engine(context)
     engine.check()
@@ -62,17 +49,20 @@ def check_eval(context: StageContext) -> None:
 
 
 def work_eval(context: StageContext) -> None:
-    """Measure this rank's share of this part; pieces lie in eval/cells. Every rank enters.
+    """Measure this rank's share of this part of the warm start and every arm's last drafter; pieces lie in eval/cells.
+    Every rank enters.
 
     Raises:
-        InputError, Interrupted: as `run_eval`, on all ranks together.
+        InputError: no `eval` section, an unknown task, or a stage it stands on is missing; on all ranks together.
+        Interrupted: a signal came; what was measured is kept.
     """
     engine = ranks.on_all(lambda: _engine(context))
     engine.work()
 
 
 def finish_eval(context: StageContext) -> bool:
-    """Join the pieces and write every file of the eval folder; False where some are missing. The main rank alone."""
+    """Join the pieces, write metrics.json, timing.json, rounds.jsonl, contexts.parquet and table.md of the eval folder,
+    and print the tables; False where pieces are missing. The main rank alone."""
     engine = _engine(context)
     try:
         _conclude(engine, lambda: context.run.finish(STAGE, context.stage_key(STAGE)))
