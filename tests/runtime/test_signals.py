@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from multiprocessing.synchronize import Event
 
 import pytest
 
@@ -90,11 +91,19 @@ def test_a_second_interrupt_kills() -> None:
     assert done.returncode == -signal.SIGINT and done.stdout == "still here\n"
 
 
+def _sleep(ready: Event) -> None:
+    ready.set()
+    time.sleep(30)
+
+
 def test_a_signal_to_a_forked_child_is_the_childs() -> None:
     """Pools of workers are ended that way."""
     stop = StopFlag().install()
-    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,))
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()  # a signal in the middle of the fork itself is lost, by Python's own doing
+    child = context.Process(target=_sleep, args=(ready,))
     child.start()
+    assert ready.wait(30)
     child.terminate()
     child.join(10)
     assert child.exitcode == -signal.SIGTERM
