@@ -18,7 +18,7 @@ CHECKPOINT = re.compile(r"step-\d+")
 DONE = "DONE.json"
 STARTED = "STARTED.json"
 UNLISTED = (DONE, STARTED, CALIBRATION_FILE)  # our own marks, and what is measured of a drafter later
-ONCE = ("metrics.jsonl", "best/*")  # of a training loop: written on the way, not again when it goes on from its end
+LOG, BEST = "metrics.jsonl", "best/*"  # of a training loop: written on the way, not again when it goes on from its end
 UNLISTED_FOLDERS = ("wandb", "tensorboard")  # what others show of the metrics, and write to when they like
 
 
@@ -85,9 +85,16 @@ class RunFolder:
             return None
 
     def begin(self, stage: str, key: str) -> None:
-        """Make the folder ready for work under `key`: what another key made goes, what this key began stays. A finished
-        stage is begun again when it is damaged; all of it goes where what is damaged would not be written again."""
-        is_lost = self.stored_key(stage) == key and any(self.damage(stage, only) is not None for only in ONCE)
+        """Make the folder ready for work under `key`: what another key made goes, what this key began stays.
+
+        A finished stage is begun again when it is damaged. What its last checkpoint does not bring back: for a drafter
+        all is done again, a log is put aside, since no number of it can be told from a wrong one.
+        """
+        is_finished = self.stored_key(stage) == key
+        is_lost = is_finished and self.damage(stage, BEST) is not None
+        log = self.path / stage / LOG
+        if is_finished and log.exists() and self.damage(stage, LOG) is not None:
+            log.replace(log.with_suffix(".damaged"))
         self.forget(stage)
         if is_lost or self.started_key(stage) != key:
             self.reset(stage)
