@@ -64,6 +64,8 @@ def _complaint(config: Mapping[str, Any]) -> str | None:
         return "asks for fp16, whose loss scale is not kept: use bf16 (zero1-bf16), or autocast (zero0-autocast)"
     if is_half(config) and not zero.get("stage", 0):
         return "asks for bf16 at ZeRO 0, where there are no float32 masters: use stage 1, or autocast (zero0-autocast)"
+    if config.get("bf16", {}).get("check_grad_overflow") is False:
+        return "has 'check_grad_overflow' off: a gradient that is not finite would go into the weights"
     for name in OFFLOADS:
         device, least = zero.get(name, {}).get("device", "none"), 3 if name == "offload_param" else 1
         if device not in ("none", "cpu"):

@@ -211,6 +211,10 @@ def test_two_ranks_at_zero_3(tmp_path: Path) -> None:
     [
         ('{"fp16": {"enabled": true}}', "asks for fp16"),
         ('{"bf16": {"enabled": true}}', "asks for bf16 at ZeRO 0"),
+        (
+            '{"bf16": {"enabled": true, "check_grad_overflow": false}, "zero_optimization": {"stage": 1}}',
+            "has 'check_grad_overflow' off",
+        ),
         ('{"zero_optimization": {"stage": 4}}', "no ZeRO stage of 0, 1, 2 or 3"),
         ('{"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}', "needs ZeRO stage 3"),
         ('{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}', "only cpu"),
