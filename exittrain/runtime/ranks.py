@@ -104,9 +104,13 @@ def _meet(device: torch.device, meeting: Path, stop: StopFlag) -> None:
     if {"RANK", "WORLD_SIZE"}.intersection(given):
         missing = [name for name in LAUNCHER if name not in given]
         if missing or not all(os.environ[name].isdigit() for name in LAUNCHER[:3]):
-            what = f"without {', '.join(missing)}" if missing else "but are no whole numbers"
-            raise InputError(f"{', '.join(given)} are set {what}: start with a launcher, or unset them")
+            what = f"without {', '.join(missing)}" if missing else "but no whole numbers"
+            raise InputError(f"{', '.join(given)}: set {what}; start with a launcher, or unset them")
         place = _place()
+        port = os.environ["MASTER_PORT"]
+        if place.rank >= place.world_size or not (port.isdigit() and 0 < int(port) < 65536):
+            said = f"RANK={place.rank}, WORLD_SIZE={place.world_size}, MASTER_PORT={port}"
+            raise InputError(f"{said}: ranks count from 0 to WORLD_SIZE - 1, ports from 1 to 65535")
         _join(device, _meet_at_address(place), place, stop)
     elif place is not None:
         local = device.index or 0 if device.type == "cuda" else place.local_rank
@@ -176,6 +180,25 @@ def all_reduce_sums(sums: Mapping[str, float]) -> dict[str, float]:
     values = torch.tensor([float(sums[name]) for name in names], dtype=torch.float64, device=_device())
     dist.all_reduce(values)
     return dict(zip(names, values.tolist(), strict=True))
+
+
+def check_alike(own: Mapping[str, Any]) -> None:
+    """What must be the same on all ranks is, by name; entries are compared in their given order.
+
+    Raises:
+        InputError: on all ranks, naming the first entry that is not, with its two values.
+    """
+    if world_size() == 1:
+        return
+    gathered: list[Mapping[str, Any]] = [{}] * world_size()
+    dist.all_gather_object(gathered, own)
+    for number, other in enumerate(gathered):
+        for name in {**gathered[0], **other}:
+            here, there = (entries.get(name, "nothing") for entries in (gathered[0], other))
+            if here != there:
+                watch.all_end()
+                said = f"{name} is {here} on rank 0 and {there} on rank {number}"
+                raise InputError(f"the ranks were started differently ({said}): give all of them the same command")
 
 
 def any_rank(flag: bool) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
@@ -64,11 +64,14 @@ def run_stages(context: StageContext, names: Sequence[str]) -> None:
     the one that finds all of it there finishes the stage.
 
     Raises:
-        InputError: as `run_all`; also a stage the recipe has not, one whose upstream stages are not done, or a part of
-            several stages or of one that falls into no parts.
+        InputError: as `run_all`; also a stage the recipe has not, one whose upstream stages are not done, a part of
+            several stages or of one that falls into no parts, or ranks that were given different work.
         Interrupted: a signal came and the state is saved.
     """
     ranks.setup(context.device, context.run.path, context.stop)
+    part = f"{context.part.index}/{context.part.count}"
+    task = {"the run folder": str(context.run.path), "the stages": ", ".join(names), "--part": part}
+    ranks.check_alike({**task, **_settings(context.recipe.model_dump(mode="json"))})
     if context.part != WHOLE:
         _run_part(context, names)
         return
@@ -76,6 +79,14 @@ def run_stages(context: StageContext, names: Sequence[str]) -> None:
         ranks.from_main(lambda: _take_run(context, names, held))
         held.callback(context.close)
         _each(context, names)
+
+
+def _settings(section: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """A recipe's values by dotted key."""
+    flat: dict[str, Any] = {}
+    for key, value in section.items():
+        flat |= _settings(value, f"{before}{key}.") if isinstance(value, dict) else {before + key: value}
+    return flat
 
 
 def _take_run(context: StageContext, names: Sequence[str], held: ExitStack) -> None:

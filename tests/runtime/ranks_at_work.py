@@ -202,12 +202,21 @@ def answers(stop: StopFlag) -> None:
     number, world = ranks.rank(), ranks.world_size()
     assert ranks.all_reduce_sums({"a": number + 1.0, "b": 1.0}) == {"a": world * (world + 1) / 2, "b": world}
     assert ranks.any_rank(number == 1) and not ranks.any_rank(False)
+    ranks.check_alike({"name": "tiny", "train.steps": 4})
     assert ranks.from_main(lambda: number) == 0 and ranks.on_all(lambda: number) == number
     try:
         ranks.all_reduce_sums({"a": 1.0} if number else {"b": 1.0})
     except ValueError:
         return
     raise AssertionError("different entries were added")
+
+
+def last_was_given_another_step_count(stop: StopFlag) -> None:
+    ranks.check_alike({"name": "tiny", "train.steps": 4 + ranks.rank() // (ranks.world_size() - 1)})
+
+
+def last_was_given_one_arm_more(stop: StopFlag) -> None:
+    ranks.check_alike({"name": "tiny", **({"train.arms.exit.steps": 2} if ranks.rank() else {})})
 
 
 def late_rank_1_was_stopped_early(stop: StopFlag) -> None:

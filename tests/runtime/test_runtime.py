@@ -62,7 +62,22 @@ def test_half_a_launcher_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         monkeypatch.delenv(name, raising=False)
     ranks.setup(torch.device("cpu"), tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(InputError, match="WORLD_SIZE are set without RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"):
+    with pytest.raises(InputError, match="WORLD_SIZE: set without RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"):
+        ranks.setup(torch.device("cpu"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("RANK", "2"), ("WORLD_SIZE", "0"), ("MASTER_PORT", "abc"), ("MASTER_PORT", "99999"), ("MASTER_PORT", "0")],
+)
+def test_a_place_that_cannot_be_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setattr(ranks.dist, "is_initialized", lambda: False)  # an earlier test may have trained
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for variable, number in (place | {name: value}).items():
+        monkeypatch.setenv(variable, number)
+    with pytest.raises(InputError, match=f"{name}={value}.*: ranks count from 0 to WORLD_SIZE - 1"):
         ranks.setup(torch.device("cpu"), tmp_path)
 
 

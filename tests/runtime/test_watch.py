@@ -22,6 +22,17 @@ def test_the_exchanges(tmp_path: Path) -> None:
     assert run.codes(60) == [0, 0, 0] and run.said() == ["", "", ""]
 
 
+@pytest.mark.parametrize(("work", "world", "expected"), [
+    ("last_was_given_another_step_count", 3, "train.steps is 4 on rank 0 and 5 on rank 2"),
+    ("last_was_given_one_arm_more", 2, "train.arms.exit.steps is nothing on rank 0 and 2 on rank 1"),
+])  # fmt: skip
+def test_ranks_that_were_started_differently_are_refused(tmp_path: Path, work: str, world: int, expected: str) -> None:
+    """They would wait for each other in the first loop of which one has fewer steps."""
+    run = Run(tmp_path, work, world)
+    assert run.codes(60) == [2] * world and only_lines(run.said()), run.said()
+    assert all(expected in text and "give all of them the same command" in text for text in run.said())
+
+
 @pytest.mark.parametrize(("work", "world", "to", "number"), [
     ("main_waits", 2, 0, signal.SIGTERM), ("main_waits", 2, 0, signal.SIGINT), ("main_waits", 2, 1, signal.SIGUSR1),
     ("others_wait", 2, 0, signal.SIGUSR1), ("others_wait", 2, 1, signal.SIGUSR1), ("all_work", 3, 1, signal.SIGTERM),
