@@ -93,7 +93,14 @@ def test_a_chain_of_jobs_is_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert sum(len(row) for row in truth) == len(shown)  # nothing beyond it: undone steps were done again
     steps = {name: [step for (metric, step) in sorted(shown) if metric == f"{name}/loss"] for name in STAGES}
     assert all(steps[f"train/{arm}"] == list(range(1, 13)) for arm in ("token", "reach_kl", "exit"))
-    for name in ("coverage", "block_length", "exit_mass/depth_0", "node_gradient_share", "eval/score", "grad_norm"):
+    for name in (
+        "coverage",
+        "expected_block_length",
+        "exit_mass/depth_0",
+        "node_gradient_share",
+        "eval/score",
+        "grad_norm",
+    ):
         assert ("train/reach_kl/" + name, 12) in shown
     assert ("train/token/time/tokens_per_second", 12) in shown and ("warmup/memory/peak_gib", 2) in shown
 

@@ -36,8 +36,8 @@ class StopFlag:
         self.name: str | None = None
         self._leave: Callable[[str], object] | None = None
         self._at_once = True
-        self._handled = 0  # signals that the main thread's handler has seen
-        self._heard = 0  # and the thread
+        self._handled: list[int] = []  # signals that the main thread's handler has seen
+        self._heard: list[int] = []  # and the thread
 
     @property
     def is_set(self) -> bool:
@@ -67,8 +67,8 @@ class StopFlag:
         return self
 
     def _caught(self, number: int, frame: FrameType | None) -> None:
-        before, self._handled = self._handled, self._handled + 1
-        if before and number == signal.SIGINT:
+        before, self._handled = self._handled, [*self._handled, number]
+        if number == signal.SIGINT and number in before:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
         self.name = self.name or signal.Signals(number).name
@@ -77,9 +77,9 @@ class StopFlag:
 
     def _hear(self, number: int) -> None:
         """In the thread: the same, for a main thread that is in C."""
-        before, self._heard = self._heard, self._heard + 1
+        before, self._heard = self._heard, [*self._heard, number]
         self.name = self.name or signal.Signals(number).name
-        if before and number == signal.SIGINT:
+        if number == signal.SIGINT and number in before:
             _later(KILL_SECONDS, os._exit, 128 + number)
         elif self._leave is not None and not before:
             _later(STUCK_SECONDS if self._at_once else MEET_SECONDS, self._leave_if_stuck)

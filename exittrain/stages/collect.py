@@ -23,7 +23,6 @@ from exittrain.runtime.parts import share
 from exittrain.runtime.progress import progress_bar
 from exittrain.stages.context import StageContext, say
 from exittrain.stages.coverage import ScoredTrees, draw_and_score
-from exittrain.stages.disk import check_room, collect_bytes
 from exittrain.stages.training.scoring import row_chunks
 from exittrain.stages.training.sequences import SequenceSet, choose_anchors
 from exittrain.stages.training.trees import anchor_groups, max_trees, move_trees, tree_generators
@@ -31,7 +30,6 @@ from exittrain.stages.warmup import start_stage, training_sequences, warm_drafte
 
 STAGE = "collect"
 CPU = torch.device("cpu")
-LESS = "lower 'collect.sequences' or 'collect.anchors_per_sequence'"
 
 
 def run_collect(context: StageContext) -> None:
@@ -97,10 +95,6 @@ def _make_shards(context: StageContext) -> int:
     own = share(range(len(shards)), context.part)
     _clear(folder, {files[i].stem for i in own})
     missing = [i for i in own if not _is_whole(files[i], key)]
-    if ranks.is_main():  # the disk is everybody's: room for all that is to come, by this job or another
-        to_come = [i for i in range(len(shards)) if i in missing or not has_record(files[i])]
-        trees = sum(len(shards[i]) for i in to_come) * section.anchors_per_sequence
-        check_room(folder, collect_bytes(context.recipe, trees, len(to_come)), STAGE, LESS)
     if not missing:
         return 0
     collector = Collector(context, section, target)

@@ -109,3 +109,12 @@ def test_a_signal_to_a_forked_child_is_the_childs() -> None:
     assert child.exitcode == -signal.SIGTERM
     time.sleep(0.1)
     assert not stop.is_set
+
+
+def test_one_interrupt_after_another_signal_does_not_kill() -> None:
+    """Ctrl-C beside the cluster's own warning: only a second Ctrl-C is a demand."""
+    stop = StopFlag().install()
+    for number in (signal.SIGUSR1, signal.SIGINT):
+        os.kill(os.getpid(), number)
+    time.sleep(0.3)
+    assert stop.name == "SIGUSR1"

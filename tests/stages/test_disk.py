@@ -244,7 +244,6 @@ def test_a_disk_that_fills_up_and_then_has_room(
     context = StageContext(recipe_of(tiny_corpus), RunFolder(folder))
     with monkeypatch.context() as patch:
         patch.setattr("exittrain.stages.run.check_disk", lambda *_: None)
-        patch.setattr("exittrain.stages.collect.check_room", lambda *_: None)
         stop_for_room(context, stage)
     assert is_tidy(folder) and not (folder / stage / "DONE.json").exists()
     kept = [file for file in results if file.exists()]
@@ -269,7 +268,6 @@ def test_whole_shards_stay_and_are_not_made_again(
     context = StageContext(recipe_of(tiny_corpus), RunFolder(folder))
     with monkeypatch.context() as patch:
         patch.setattr("exittrain.stages.run.check_disk", lambda *_: None)
-        patch.setattr("exittrain.stages.collect.check_room", lambda *_: None)
         stop_for_room(context, "collect")
     made = {file.name: file.stat().st_mtime_ns for file in (folder / "collect").glob("*.parquet")}
     assert 0 < len(made) < 3

@@ -25,6 +25,7 @@ COMPLETE = "COMPLETE.json"
 MODEL = "model.pt"
 FORMAT = 2  # of the files; 1 held DeepSpeed's own, one part a rank
 KEPT = 2
+UNREAD = "another rank cannot read it"
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -102,11 +103,11 @@ def latest_checkpoint(folder: Path) -> tuple[Path, int] | None:
         InputError: there are checkpoints and none is whole (training again from the start is the user's decision), or
             the newest was written in another format.
     """
-    damaged: dict[Path, str] = {}
+    damaged: dict[Path, str | None] = {}  # None: only another rank cannot read it
     for path in from_main(lambda: _saved(folder)):
-        complaint = _complaint(path, is_main())
-        if any_rank(complaint is not None):
-            damaged[path] = from_main(partial(str, complaint or "another rank cannot read it"))
+        complaint = from_main(partial(_complaint, path, thorough=True))
+        if complaint is not None or any_rank(not is_main() and _complaint(path, thorough=False) is not None):
+            damaged[path] = complaint
             continue
         mark = read_json(path / COMPLETE)
         if mark.get("format") != FORMAT:
@@ -119,7 +120,7 @@ def latest_checkpoint(folder: Path) -> tuple[Path, int] | None:
         barrier()
         return path, int(mark["step"])
     if damaged:
-        named = "; ".join(f"{path.name}: {complaint}" for path, complaint in damaged.items())
+        named = "; ".join(f"{path.name}: {complaint or UNREAD}" for path, complaint in damaged.items())
         raise InputError(
             f"{folder} has checkpoints but none is whole ({named}): copy them back from where they are kept, "
             f"or delete {folder} to train from the start"
@@ -127,11 +128,12 @@ def latest_checkpoint(folder: Path) -> tuple[Path, int] | None:
     return None
 
 
-def _tell(path: Path, ranks: int, damaged: Mapping[Path, str]) -> None:
-    """Say what is gone on from, and remove the damaged ones that are newer."""
+def _tell(path: Path, ranks: int, damaged: Mapping[Path, str | None]) -> None:
+    """Say what is gone on from, and remove the damaged ones that are newer; one that this rank finds whole stays."""
     for other, complaint in damaged.items():
-        print(f"{other} is damaged ({complaint}): going on from {path.name}", flush=True)
-        shutil.rmtree(other, ignore_errors=True)
+        print(f"{other} is damaged ({complaint or UNREAD}): going on from {path.name}", flush=True)
+        if complaint is not None:
+            shutil.rmtree(other, ignore_errors=True)
     if ranks != world_size():
         print(f"{path} was written by {ranks} ranks, going on with {world_size()}", flush=True)
 

@@ -118,7 +118,7 @@ class DrafterTask:
                 **{name: totals[name] / totals["trees"] for name in self._exit_masses},
             }
             if drawn_by(self._loss.builder) == "top":  # of sampled trees it is no measure
-                numbers["block_length"] = 1 + numbers["coverage"]
+                numbers["expected_block_length"] = 1 + numbers["coverage"]
         return numbers
 
     def state_dict(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from torch import nn
 
 from exittrain.errors import Interrupted
 from exittrain.records.files import clean_temporary
+from exittrain.runtime import watch
 from exittrain.runtime.progress import progress_bar
 from exittrain.runtime.ranks import all_reduce_sums, any_rank, barrier, is_main, rank
 from exittrain.runtime.signals import StopFlag
@@ -131,6 +132,7 @@ class Trainer:
             if not all(math.isfinite(value) for value in parts[-1].values()):
                 bad += batch.sample_ids
         if any_rank(bool(bad)):
+            watch.all_end()  # each says so itself
             raise FloatingPointError(_diverged(step, bad))
         try:
             norm = self.engine.step(self.settings.lr_at(step))

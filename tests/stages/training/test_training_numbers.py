@@ -37,7 +37,7 @@ def test_the_exits_of_every_step_sum_to_one(make_task: Callable, tmp_path: Path)
         assert sum(masses) == pytest.approx(1, abs=1e-9) and min(masses) >= 0
         # Each step down that is taken is one accepted token: coverage is the mean depth of the leaving node.
         assert sum(depth * mass for depth, mass in enumerate(masses)) == pytest.approx(line["coverage"], abs=1e-9)
-        assert line["block_length"] == 1 + line["coverage"]
+        assert line["expected_block_length"] == 1 + line["coverage"]
         assert 0 <= line["node_gradient_share"] <= 1
         assert all(value is None or math.isfinite(value) for value in line.values())
 
@@ -46,7 +46,7 @@ def test_sampled_trees_have_no_block_length_here(make_task: Callable, tmp_path: 
     """Coverage is no block length of theirs: a verifier's expectation is measured in the held-out evaluation."""
     loss = {"objective": "accept_lk", "builder": "sampled_iid", "shape": TreeShape(6, 3, branching="2-ary")}
     (first, *_) = lines_of(make_task({"steps": 1, "log_every": 1}, loss), tmp_path)
-    assert "block_length" not in first and "coverage" in first and MASSES[1] in first
+    assert "expected_block_length" not in first and "coverage" in first and MASSES[1] in first
 
 
 def test_token_arms_have_no_trees(make_task: Callable, tmp_path: Path) -> None:
