@@ -65,11 +65,12 @@ def test_every_shipped_set_loads_has_unique_ids_and_says_what_it_is():
     assert all(len(p.turns) == 2 for p in load_prompts("mt_bench"))
 
 
-def test_the_committed_conversations_are_usable_and_say_who_wrote_them():
-    found, refused = load_set("data/conversations/smollm2-135m.jsonl")
+@pytest.mark.parametrize("name", ["smollm2-135m", "smollm2-135m-large"])
+def test_the_committed_conversations_are_usable_and_say_who_wrote_them(name):
+    found, refused = load_set(f"data/conversations/{name}.jsonl")
     assert len(found) >= 500 and not refused and len({one.prompt_key for one in found}) == len(found)
     assert all([role for role, _ in one.messages] == ["user", "assistant"] for one in found)
-    meta = json.loads(share_path("data/conversations/smollm2-135m.meta.json").read_text())
+    meta = json.loads(share_path(f"data/conversations/{name}.meta.json").read_text())
     assert meta["num_conversations"] == len(found) and meta["responses"]["model"] == "smollm2-135m"
 
 
