@@ -103,9 +103,12 @@ def run_verb(
     own = WHOLE if part is None else Part.parse(part)
     loaded = load_recipe(recipe, overrides or ())
     if plan:
+        from exittrain.runtime.ranks import is_main
         from exittrain.stages.plan import make_plan, render
 
-        typer.echo(render(make_plan(loaded), loaded, names))
+        text = render(make_plan(loaded), loaded, names)
+        if is_main():  # under a launcher the plan is for as many processes, and printed once
+            typer.echo(text)
         return None
     from exittrain.stages.run import run_stages, wanted
 

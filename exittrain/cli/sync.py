@@ -30,6 +30,7 @@ def sync(
         from exittrain.config.load import load_recipe
 
         work.pending(run)  # is there a wandb run at all?
+        work.check_server()  # a new run that cannot be sent would only leave a segment more
         work.rebuild(run, work.config_of(run, load_recipe(str(run)).model_dump(mode="json")))
     todo = work.pending(run)
     if todo.live is not None:

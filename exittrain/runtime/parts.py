@@ -25,7 +25,8 @@ class Part:
 
     def __post_init__(self) -> None:
         if not 0 <= self.index < self.count:
-            raise InputError(f"part {self.index}/{self.count} does not exist: parts are 0/{self.count} and up")
+            last = f"{self.count - 1}/{self.count}"
+            raise InputError(f"part {self.index}/{self.count} does not exist: they are 0/{self.count} to {last}")
 
     @classmethod
     def parse(cls, text: str) -> Part:

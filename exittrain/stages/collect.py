@@ -58,7 +58,7 @@ def work_collect(context: StageContext) -> None:
         Interrupted: stopped by a signal; finished shards stay.
     """
     num_made = ranks.all_reduce_sums({"made": float(ranks.on_all(lambda: _make_shards(context)))})["made"]
-    say(f"{STAGE}: {num_made:.0f} shards made now")
+    say(f"{STAGE}: {num_made:.0f} shard(s) made now")
 
 
 def finish_collect(context: StageContext) -> bool:

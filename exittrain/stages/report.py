@@ -7,7 +7,7 @@ from pathlib import Path
 
 from exittrain.errors import InputError
 from exittrain.records.files import write_text
-from exittrain.stages.context import StageContext
+from exittrain.stages.context import StageContext, say
 from exittrain.stages.reporting.load import load_run
 from exittrain.stages.reporting.page import make_page, render
 from exittrain.stages.tracked import track_results
@@ -19,7 +19,8 @@ def run_report(context: StageContext) -> None:
     Raises:
         InputError: the run has no evaluation, or a damaged file.
     """
-    report([context.run.path], context.run.stage("report") / "index.html")
+    page = report([context.run.path], context.run.stage("report") / "index.html")
+    say(f"report: {page}")
     track_results(context)
 
 

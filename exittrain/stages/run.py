@@ -139,7 +139,8 @@ def _leave(context: StageContext, name: str, crew: Crew) -> None:
         if context.run.stored_key(name) == context.stage_key(name):
             say(f"{name}: done")  # another job was here first
         elif not _function(SPLIT[name], "finish_")(context):
-            say(f"{name}: part {context.part.index}/{context.part.count} is done")
+            part = f"part {context.part.index}/{context.part.count}"
+            say(f"{name}: {part} is done; the part that ends last finishes {name}")
         if alone:
             clean_temporary(context.run.path / name)
 

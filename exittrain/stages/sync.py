@@ -57,6 +57,8 @@ def pending(folder: Path) -> Pending:
     Raises:
         InputError: no run folder with a wandb run.
     """
+    if not folder.is_dir():
+        raise InputError(f"there is no run folder {folder}")
     if not (folder / IDENTITY).is_file():
         raise InputError(
             f"{folder} has no wandb run: it is made when a stage trains and tracking.wandb is not disabled"
@@ -74,7 +76,7 @@ def upload(folder: Path, work: Pending, echo: Callable[[str], None]) -> None:
     Raises:
         InputError: wandb's server or an API key is missing, or a segment was not taken; all of them are still there.
     """
-    _check_server()
+    check_server()
     echo(f"{shlex.join(work.command[:2])} {folder}/wandb/{SEGMENT}*-{work.identity.id}")
     arguments = [sys.executable, "-m", "wandb", "sync", *(str(segment.resolve()) for segment in work.left)]
     said = []
@@ -139,7 +141,7 @@ def config_of(folder: Path, recipe: dict[str, Any]) -> dict[str, Any]:
     return {"recipe": recipe, **(shown(read_json(path)) if path.is_file() else {})}
 
 
-def _check_server() -> None:
+def check_server() -> None:
     """Any answer will do; whether the key is good is seen later."""
     import wandb
 

@@ -161,6 +161,8 @@ def _run_arm(
             "mean_step_seconds": result.mean_step_seconds,
         }
         context.run.finish(stage, context.stage_key(stage), extra)
+        best = f", best held-out score {result.best.score:.3f} at step {extra['best_step']}" if held_out else ""
+        say(f"{stage}: {arm.settings.steps} steps{best}; {folder / 'last'}")
     barrier()
 
 

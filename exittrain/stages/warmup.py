@@ -72,6 +72,7 @@ def run_warmup(context: StageContext) -> None:
     if is_main():
         drafter.save(folder / "drafter")
         context.run.finish(STAGE, key)
+        say(f"{STAGE}: {recipe.warmup.steps if recipe.warmup else 0} steps; {folder / 'drafter'}")
     barrier()
 
 

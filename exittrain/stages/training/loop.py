@@ -177,7 +177,8 @@ def train(task: Task, settings: LoopSettings, folder: Path, config: Mapping[str,
                     save_checkpoint(folder, done, trainer.engine, _state(trainer, best))
                 if stopped and done < settings.steps:
                     raise Interrupted(
-                        f"stopped by {hooks.stop.name or 'another rank'} after step {done}, which is saved"
+                        f"stopped by {hooks.stop.name or 'another rank'} after step {done}, which is saved: "
+                        "run the same command again to go on"
                     )
                 bar.advance(1, note=_note(sums, totals))
         trainer.engine.make_plain()

@@ -29,6 +29,7 @@ from exittrain.stages.context import StageContext
 from exittrain.stages.coverage import coverage_of
 from exittrain.stages.data import run_data
 from exittrain.stages.evaluation.contexts import grow_scored
+from exittrain.stages.run import run_stage
 from exittrain.stages.scratch import run_target
 from exittrain.stages.train import arm_order, run_train
 from exittrain.stages.training.held_out import HeldOut
@@ -201,7 +202,7 @@ def test_collect_looks_at_the_disk_first(copied: StageContext, monkeypatch: pyte
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: usage(1, 1, 100))
     with pytest.raises(InputError, match="are free: make room, or"):
-        run_collect(copied)
+        run_stage(copied, "collect")
     assert not list((copied.run.path / "collect").glob("shard-*"))
 
 
