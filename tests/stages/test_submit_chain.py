@@ -9,6 +9,7 @@ import pytest
 from slurm_stand_ins import TINY, finish, local, profile_of, stand_ins, tiny_context
 
 from exittrain.cli.main import main
+from exittrain.cli.stages import make_context
 from exittrain.config.load import load_recipe
 from exittrain.errors import InputError
 from exittrain.runtime.lock import hold, is_held
@@ -17,6 +18,7 @@ from exittrain.stages.submit import chain, commands
 from exittrain.stages.submit.chain import chosen_profile, plan_text, stage_jobs, submit
 from exittrain.stages.submit.profile import VERBS, load_profile
 from exittrain.stages.submit.record import read_record
+from exittrain.stages.submit.status import read_status
 
 
 @pytest.fixture
@@ -127,15 +129,39 @@ def test_what_is_refused_is_taken_back(slurm: Path, context: StageContext) -> No
     (slurm / "refuse").write_text("train.sbatch")
     with pytest.raises(InputError) as caught:
         submit(context, profile_of())
+    assert str(caught.value).startswith("nothing was submitted: sbatch refused ")
     assert str(caught.value).endswith(
         "train.sbatch: invalid partition specified: nowhere; "
         "Batch job submission failed: Invalid partition name specified"
     )
     assert (slurm / "scancel.txt").read_text() == "41 42 43\n"
-    assert read_record(context.run.path) is None and not (context.run.path / "recipe.yaml").exists()
-    assert not (slurm / "scontrol.txt").exists()
+    assert read_record(context.run.path) is None and not (slurm / "scontrol.txt").exists()
+    assert [one.state for one in read_status(context.run.path).stages if one.state] == ["not started"] * 7
     (slurm / "refuse").unlink()
-    submit(context, profile_of())
+    again = make_context(load_recipe(context.run.path), context.run.path)  # as `exittrain submit RUN`
+    assert len(submit(again, profile_of())) == 6
+
+
+def test_a_refusal_leaves_the_recipe_of_what_is_done(slurm: Path, context: StageContext) -> None:
+    context.run.write_recipe(context.recipe)
+    finish(context, "target")
+    (slurm / "refuse").write_text("data.sbatch")
+    with pytest.raises(InputError, match="nothing was submitted"):
+        submit(StageContext(context.recipe.model_copy(update={"seed": 99}), context.run), profile_of())
+    assert load_recipe(context.run.path).seed == context.recipe.seed
+    assert read_status(context.run.path).stages[0].state == "done"
+
+
+def test_jobs_that_cannot_be_taken_back_are_not_called_nothing(
+    slurm: Path, context: StageContext, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (slurm / "refuse").write_text("collect.sbatch")
+    monkeypatch.setattr(chain.commands, "cancel", lambda ids: "no controller")
+    with pytest.raises(InputError) as caught:
+        submit(context, profile_of())
+    assert str(caught.value).startswith("sbatch refused")
+    assert "jobs 41 42 could not be cancelled (no controller)" in capsys.readouterr().err
+    assert {one.stage: one.job_id for one in read_status(context.run.path).stages}["warmup"] == "42"
 
 
 def test_an_interrupt_while_submitting_takes_everything_back(

@@ -111,6 +111,8 @@ def submit(context: StageContext, profile: Profile) -> list[Job]:
         event_folder(run).mkdir(exist_ok=True)
         for job in jobs:
             write_text(run / job.script, job.text)
+        if not (run / "recipe.yaml").exists():  # what SLURM refuses is a run too, one that has not started
+            context.run.write_recipe(context.recipe)
         record = _submit_all(jobs, run, Record(keys, profile.model_dump(mode="json")))
         context.run.write_recipe(context.recipe)
     commands.release(record.jobs[0].job_id)  # not before the lock is free: the job takes it
@@ -136,7 +138,11 @@ def _is_live(job: Job) -> bool:
 
 
 def _submit_all(jobs: Sequence[StageJob], run: Path, record: Record) -> Record:
-    """Each job after the one before it, the first held. All or none."""
+    """Each job after the one before it, the first held. All or none.
+
+    Raises:
+        InputError: SLURM refused one; says whether what it had taken is out of the queue again.
+    """
     before = read_record(run)
     taken: list[Job] = []
     try:
@@ -147,7 +153,7 @@ def _submit_all(jobs: Sequence[StageJob], run: Path, record: Record) -> Record:
             record = Record(record.keys, record.profile, tuple(taken))
             record.write(run)
         return record
-    except BaseException:  # also an interrupt from the keyboard
+    except BaseException as error:  # also an interrupt from the keyboard
         complaint = commands.cancel([job.job_id for job in taken])
         if complaint:
             say(f"jobs {' '.join(job.job_id for job in taken)} could not be cancelled ({complaint})")
@@ -155,4 +161,6 @@ def _submit_all(jobs: Sequence[StageJob], run: Path, record: Record) -> Record:
             before.write(run)
         elif taken:
             (script_folder(run) / FILE).unlink(missing_ok=True)
+        if isinstance(error, InputError) and not complaint:
+            raise InputError(f"nothing was submitted: {error}") from None
         raise
