@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import time
 from pathlib import Path
 
@@ -16,16 +14,6 @@ import pytest
 
 TINY = Path(__file__).resolve().parent / "fixtures/tiny.yaml"
 LIMIT_SECONDS = 600
-
-
-@pytest.fixture
-def corpus(tmp_path: Path) -> Path:
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    for file in sorted((Path(sysconfig.get_paths()["stdlib"]) / "json").glob("*.py")):
-        shutil.copy(file, folder)
-    shutil.copy(Path(sysconfig.get_paths()["stdlib"]) / "textwrap.py", folder)
-    return folder
 
 
 def start(folder: Path, corpus: Path, *overrides: str) -> subprocess.Popen[bytes]:
@@ -56,29 +44,29 @@ def kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def test_killed_in_the_middle_of_an_arm(tmp_path: Path, corpus: Path) -> None:
+def test_killed_in_the_middle_of_an_arm(tmp_path: Path, tiny_corpus: Path) -> None:
     """The quick form: one kill, in training, and the numbers of a run that was left alone."""
     small = ["target.scratch.steps=2", "warmup.steps=2", "train.steps=3", "train.save_every=1", "eval.contexts=8"]
-    expected = finish(tmp_path / "whole", corpus, *small)
-    process = start(tmp_path / "killed", corpus, *small)
+    expected = finish(tmp_path / "whole", tiny_corpus, *small)
+    process = start(tmp_path / "killed", tiny_corpus, *small)
     kill_when(process, tmp_path / "killed/train/token/step-000001")
-    assert finish(tmp_path / "killed", corpus, *small) == expected
+    assert finish(tmp_path / "killed", tiny_corpus, *small) == expected
 
 
 @pytest.mark.slow
-def test_ten_kills_at_random_moments(tmp_path: Path, corpus: Path) -> None:
+def test_ten_kills_at_random_moments(tmp_path: Path, tiny_corpus: Path) -> None:
     began = time.monotonic()
-    expected = finish(tmp_path / "whole", corpus)
+    expected = finish(tmp_path / "whole", tiny_corpus)
     whole_seconds = time.monotonic() - began
     moments = random.Random(0)
     kills = 0
     for _ in range(10):
-        process = start(tmp_path / "killed", corpus)
+        process = start(tmp_path / "killed", tiny_corpus)
         time.sleep(moments.uniform(0.25, 0.9) * whole_seconds)
         kills += process.poll() is None
         kill(process)
     assert kills > 0
-    assert finish(tmp_path / "killed", corpus) == expected
+    assert finish(tmp_path / "killed", tiny_corpus) == expected
 
 
 @pytest.mark.slow
@@ -90,28 +78,28 @@ def test_ten_kills_at_random_moments(tmp_path: Path, corpus: Path) -> None:
         "train/reach_kl/step-000004", "train/exit/last", "eval/cells", "eval/rounds.jsonl", "eval/metrics.json",
     ],
 )  # fmt: skip
-def test_killed_right_after(tmp_path: Path, corpus: Path, moment: str) -> None:
+def test_killed_right_after(tmp_path: Path, tiny_corpus: Path, moment: str) -> None:
     """The moments that random times rarely hit: between two files of one stage."""
-    expected = finish(tmp_path / "whole", corpus)
-    process = start(tmp_path / "killed", corpus)
+    expected = finish(tmp_path / "whole", tiny_corpus)
+    process = start(tmp_path / "killed", tiny_corpus)
     kill_when(process, tmp_path / "killed" / moment)
-    assert finish(tmp_path / "killed", corpus) == expected
+    assert finish(tmp_path / "killed", tiny_corpus) == expected
 
 
 @pytest.mark.slow
-def test_signal_exits_75_and_goes_on(tmp_path: Path, corpus: Path) -> None:
-    expected = finish(tmp_path / "whole", corpus)
-    process = start(tmp_path / "killed", corpus)
+def test_signal_exits_75_and_goes_on(tmp_path: Path, tiny_corpus: Path) -> None:
+    expected = finish(tmp_path / "whole", tiny_corpus)
+    process = start(tmp_path / "killed", tiny_corpus)
     deadline = time.monotonic() + LIMIT_SECONDS
     while not (tmp_path / "killed/warmup").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     process.terminate()
     assert process.wait(timeout=120) == 75
-    assert finish(tmp_path / "killed", corpus) == expected
+    assert finish(tmp_path / "killed", tiny_corpus) == expected
 
 
 @pytest.mark.slow
-def test_two_ranks_run_all_stages(tmp_path: Path, corpus: Path) -> None:
+def test_two_ranks_run_all_stages(tmp_path: Path, tiny_corpus: Path) -> None:
     """Under a launcher every rank enters, the main one writes; the arms end with the same numbers on both."""
     import socket
 
@@ -124,7 +112,8 @@ def test_two_ranks_run_all_stages(tmp_path: Path, corpus: Path) -> None:
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "EXITTRAIN_PROGRESS": "0",
         }  # fmt: skip
-        local = [f"run_dir={tmp_path / 'run'}", f"target.scratch.corpus={corpus}", f"data.train.path={corpus}"]
+        texts = [f"target.scratch.corpus={tiny_corpus}", f"data.train.path={tiny_corpus}"]
+        local = [f"run_dir={tmp_path / 'run'}", *texts]
         command = [sys.executable, "-m", "exittrain", "--local_rank=0", "run", str(TINY), *local, "eval.speed=false"]
         with open(tmp_path / f"rank{rank}.log", "wb") as log:
             both.append(subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **environment}))

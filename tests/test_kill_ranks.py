@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import sysconfig
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,29 +103,19 @@ def _log(folder: Path, rank: int) -> str:
     return file.read_text() if file.exists() else ""
 
 
-@pytest.fixture
-def corpus(tmp_path: Path) -> Path:
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    for file in sorted((Path(sysconfig.get_paths()["stdlib"]) / "json").glob("*.py")):
-        shutil.copy(file, folder)
-    shutil.copy(Path(sysconfig.get_paths()["stdlib"]) / "textwrap.py", folder)
-    return folder
-
-
-def test_kills_of_ranks_change_nothing(tmp_path: Path, corpus: Path) -> None:
+def test_kills_of_ranks_change_nothing(tmp_path: Path, tiny_corpus: Path) -> None:
     """Every few kills the run is let go to its end: all its files are those of a run that was left alone."""
     began = time.monotonic()
-    expected = Life.start(tmp_path / "whole", corpus).finish()
+    expected = Life.start(tmp_path / "whole", tiny_corpus).finish()
     seconds = time.monotonic() - began
     moments, kills, wanted = random.Random(0), 0, int(os.environ.get("EXITTRAIN_KILLS", "10"))
     while kills < wanted:
         folder = tmp_path / f"killed-{kills}"
         for _ in range(min(KILLS_A_RUN, wanted - kills)):
-            life = Life.start(folder, corpus)
+            life = Life.start(folder, tiny_corpus)
             life.wait(moments.uniform(0.1, 0.8) * seconds, writing=moments.random() < 0.5)
             kills += life.kill(moments.choice([[0], [1], [0, 1]]))
-        assert Life.start(folder, corpus).finish() == expected, f"after {kills} kills"
+        assert Life.start(folder, tiny_corpus).finish() == expected, f"after {kills} kills"
         assert not list(folder.rglob(f"{TEMPORARY}*")), "left over"
         print(f"{kills} kills, {time.monotonic() - began:.0f} s")
         shutil.rmtree(folder)
