@@ -340,6 +340,22 @@ def test_the_record_of_what_was_submitted(tmp_path: Path) -> None:
             read_record(tmp_path)
 
 
+@pytest.mark.parametrize("place", ["collect/DONE.json", "eval/table.md"])
+def test_a_folder_in_a_files_place_is_told_in_one_line(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    """Where the stage's mark should be, and where a stage that is done again would write."""
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    (copy / place).unlink()
+    (copy / place).mkdir()
+    (copy / "eval/DONE.json").unlink()
+    with pytest.raises(SystemExit) as left:
+        main(["run", str(copy)])
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert left.value.code == 2, told
+    assert told == f"exittrain: {copy / place}: is a directory: put it right and run the same command again"
+
+
 # Nothing is left out
 
 

@@ -17,6 +17,7 @@ from exittrain.runtime.signals import StopFlag, Stopped
 from exittrain.runtime.slurm import is_one_of_several
 
 QUIET = ("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch prints pages about a rank that has gone: ours is one line
+PATH_FAULTS = (errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS)
 app = typer.Typer(
     help="Train draft models for speculative decoding on the trees they will really draw, and prove the gain.",
     no_args_is_help=True,
@@ -56,6 +57,8 @@ def _run(arguments: list[str]) -> tuple[int, str]:
             return _usage(error)
         if _disk_is_full(error):
             return _say("no space left on the disk: make room and run the same command again, it goes on", 1)
+        if (fault := _path_fault(error)) is not None:
+            return _say(fault, InputError.exit_code)
         ending = watch.explain(error)
         if ending is not None:
             return _say(ending.line, ending.code)
@@ -85,6 +88,14 @@ def _disk_is_full(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def _path_fault(error: BaseException) -> str | None:
+    """One line about a file that may not be read or written, or a folder in its place; None for other errors."""
+    if not isinstance(error, OSError) or error.errno not in PATH_FAULTS or error.filename is None:
+        return None
+    path = error.filename if error.filename2 is None else error.filename2  # of a rename, what it was to become
+    return f"{path}: {(error.strerror or 'cannot be used').lower()}: put it right and run the same command again"
 
 
 def _say(line: str, code: int) -> tuple[int, str]:
