@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from exittrain.config.load import load_recipe
-from exittrain.config.schema import TrainSection
+from exittrain.config.schema import Recipe, TrainSection
 from exittrain.errors import InputError
+from exittrain.models.loading import check_source
 from exittrain.records.files import read_json
 from exittrain.records.run_folder import RunFolder
 from exittrain.runtime.lock import is_held
 from exittrain.stages.context import StageContext
+from exittrain.stages.prompts import check_set
 from exittrain.stages.run import wanted
-from exittrain.stages.sources import check_sources
 from exittrain.stages.submit.commands import JobState, has_slurm, job_states
 from exittrain.stages.submit.progress import pieces_done, steps_done
 from exittrain.stages.submit.record import Events, Job, Record, read_events, read_record
@@ -76,14 +77,28 @@ def read_status(folder: Path) -> RunStatus:
         except InputError as error:
             note = str(error)
     context = StageContext(recipe, run)
-    reader = _Reader(context, _has_sources(context), record, asked, read_events(folder), is_held(folder))
+    reader = _Reader(context, _has_sources(recipe), record, asked, read_events(folder), is_held(folder))
     return RunStatus(recipe.name, folder, tuple(reader.rows()), note)
 
 
-def _has_sources(context: StageContext) -> bool:
-    """Whether what keys are hashes of is here: without it they would differ though nothing has changed."""
+def _has_sources(recipe: Recipe) -> bool:
+    """Whether what keys are hashes of is here: without it they would differ though nothing has changed.
+
+    A look at names only: to list Python's own library, as the stages do, takes seconds.
+    """
+    target, drafter, data = recipe.target, recipe.drafter, recipe.data
+    sources = [source for source in (data.train, data.heldout) if source is not None and source.path is not None]
+    corpora = [source.path for source in sources if source.kind == "text"]
+    corpora += [target.scratch.corpus] if target.scratch is not None else []
+    if not all(corpus == "stdlib" or Path(str(corpus)).is_dir() for corpus in corpora):
+        return False
     try:
-        check_sources(context, [stage for stage in wanted(context) if stage in ("target", "data")])
+        for model in (target.model, drafter.model, drafter.init):
+            if model is not None and not model.startswith("layers:"):
+                check_source(model)
+        for source in sources:
+            if source.kind != "text":
+                check_set(str(source.path))
     except (InputError, OSError):
         return False
     return True
