@@ -46,8 +46,10 @@ def export(
     config.json only) and its logits compared on real text, its vocabulary with the target's. When something differs
     nothing is written and the exit code is 2.
     """
+    from exittrain.runtime.ranks import refuse_several
     from exittrain.stages.export.run import check_form, export_drafter
 
+    refuse_several("export")
     check_form(to)
     source, place = _of_drafter(subject, arm, target) if is_drafter(subject) else _of_run(subject, arm, target)
     done = export_drafter(source, output or Path(f"{place}-{to}"), to, dtype)

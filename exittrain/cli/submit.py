@@ -32,9 +32,11 @@ def submit(
     same command goes on with a run that was stopped. A job told to stop saves and requeues itself.
     """
     from exittrain.config.load import load_recipe
+    from exittrain.runtime.ranks import refuse_several
     from exittrain.stages.submit.chain import chosen_profile, plan_text, stage_jobs
     from exittrain.stages.submit.chain import submit as submit_chain
 
+    refuse_several("submit")
     given = overrides or []
     own = [override for override in given if override.startswith("profile.")]
     context = make_context(load_recipe(recipe, [one for one in given if one not in own]), recipe)

@@ -24,8 +24,10 @@ def sync(
     What is uploaded is not sent again. The segment of a job that is running now is left for later. With --rebuild, for
     when segments are lost or a stage was made again: a clean run of what the folder holds, under a new id.
     """
+    from exittrain.runtime.ranks import refuse_several
     from exittrain.stages import sync as work
 
+    refuse_several("sync")
     if rebuild:
         from exittrain.config.load import load_recipe
 

@@ -148,6 +148,18 @@ def _join(device: torch.device, store: Any, place: Place, stop: StopFlag) -> Non
     dist.init_process_group(backend, store=shared, rank=place.rank, world_size=place.world_size, timeout=GROUP_TIMEOUT)
 
 
+def refuse_several(verb: str) -> None:
+    """For what several processes of a launcher would each do, in each other's way.
+
+    Raises:
+        InputError: there are several.
+    """
+    if world_size() > 1:
+        raise InputError(
+            f"`exittrain {verb}` is for one process, and {world_size()} were started: leave the launcher out"
+        )
+
+
 def is_main() -> bool:
     """Only the main rank writes files, logs and prints."""
     return rank() == 0

@@ -316,3 +316,17 @@ def test_data_show_prints_samples(capsys: pytest.CaptureFixture[str], tiny_targe
     code, out, err = call(capsys, "data", str(recipe), "--show", "2")
     assert code == 0, err
     assert out.count("It is so.") == 2
+
+
+@pytest.mark.parametrize("arguments", [["export", "somewhere"], ["sync", "somewhere"], ["submit", TINY]])
+def test_what_is_for_one_process_is_refused_to_several(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, elsewhere: Path, arguments: list[str]
+) -> None:
+    """A launcher's ranks would export into one folder, or submit a run twice."""
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)  # an earlier test may have trained
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    code, out, err = call(capsys, *arguments)
+    assert (code, out) == (2, "") and list(elsewhere.iterdir()) == []
+    line = f"`exittrain {arguments[0]}` is for one process, and 2 were started: leave the launcher out"
+    assert err == f"exittrain: {line}\n"
