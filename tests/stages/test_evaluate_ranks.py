@@ -246,7 +246,7 @@ def test_speed_is_measured_once_all_else_is_there(target, entrants, tmp_path, mo
         (["runs/a", "--part", "0/2", "--suite", "verifiers"], "--part shares the work on one run"),
         (["drafter", "--part", "0/2", "--target", "x"], "--part shares the work on one run"),
         (["runs/a", "runs/b", "--part", "0/2"], "--part shares the work on one run"),
-        ([str(TINY), "--part", "2/2"], "part 2/2 does not exist: parts are 0/2 and up"),
+        ([str(TINY), "--part", "2/2"], "part 2/2 does not exist: they are 0/2 to 1/2"),
         ([str(TINY), "--part", "two"], "--part two is no part: write 0/8 for the first of eight"),
     ],
 )
