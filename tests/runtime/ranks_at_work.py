@@ -53,7 +53,7 @@ class Run:
         while not all((self.folder / f"at-work-{rank}").exists() for rank in range(len(self.processes))):
             assert time.monotonic() < deadline, self.said()
             time.sleep(0.02)
-        time.sleep(0.5)
+        time.sleep(1.5)  # some signs of life have come, with the names of the hosts
         return self
 
     def send(self, rank: int, number: int) -> None:
