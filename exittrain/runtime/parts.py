@@ -36,7 +36,7 @@ class Part:
             InputError: no such form, or no such part.
         """
         index, slash, count = text.partition("/")
-        if not (slash and index.isdigit() and count.isdigit()):
+        if not (slash and index.isdigit() and count.isdigit() and int(count)):
             raise InputError(f"--part {text} is no part: write 0/8 for the first of eight")
         return cls(int(index), int(count))
 
