@@ -259,7 +259,9 @@ def test_a_part_needs_what_the_stage_stands_on(make: Make, tmp_path: Path) -> No
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.parametrize(("part", "expected"), [("2/2", "they are 0/2 to 1/2"), ("0/0", "write 0/8"), ("first", "write 0/8")])
+@pytest.mark.parametrize(
+    ("part", "expected"), [("2/2", "they are 0/2 to 1/2"), ("0/0", "write 0/8"), ("first", "write 0/8")]
+)
 def test_a_part_that_is_none(make: Make, part: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(["collect", str(make().run.path), "--part", part])
