@@ -10,6 +10,7 @@ from exittrain.config.load import load_recipe
 from exittrain.records.run_folder import RunFolder
 from exittrain.stages.context import StageContext
 from exittrain.stages.submit.profile import Profile, build_profile
+from exittrain.stages.submit.status import read_status
 
 TINY = Path(__file__).resolve().parent / "fixtures/tiny.yaml"
 
@@ -78,3 +79,8 @@ def finish(context: StageContext, *stages: str) -> None:
     for stage in stages:
         context.run.begin(stage, context.stage_key(stage))
         context.run.finish(stage, context.stage_key(stage))
+
+
+def states(folder: Path) -> dict[str, str]:
+    """What `status` says of each stage and arm of a run."""
+    return {one.stage: one.state for one in read_status(folder).stages}

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from slurm_stand_ins import profile_of, stand_ins
+from slurm_stand_ins import profile_of
 
 from exittrain.errors import InputError
 from exittrain.records.share import share_names, share_path
@@ -18,11 +18,6 @@ from exittrain.stages.submit.script import command, render, variables_for
 
 ROOT = Path(__file__).resolve().parents[2]
 PROFILES = sorted(name.removesuffix(".yaml") for name in share_names("slurm/profiles"))
-
-
-@pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    return stand_ins(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from slurm_stand_ins import TINY, finish, local, profile_of, stand_ins, tiny_context
+from slurm_stand_ins import TINY, finish, local, profile_of
 
 from exittrain.cli.main import main
 from exittrain.cli.stages import make_context
@@ -19,16 +19,6 @@ from exittrain.stages.submit.chain import chosen_profile, plan_text, stage_jobs,
 from exittrain.stages.submit.profile import VERBS, load_profile
 from exittrain.stages.submit.record import read_record
 from exittrain.stages.submit.status import read_status
-
-
-@pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    return stand_ins(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def context(tmp_path: Path) -> StageContext:
-    return tiny_context(tmp_path)
 
 
 def test_a_chain_is_submitted_held_and_let_go_when_it_is_whole(slurm: Path, context: StageContext) -> None:

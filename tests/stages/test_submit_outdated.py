@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from slurm_stand_ins import TINY, finish, profile_of, stand_ins, tiny_context
+from slurm_stand_ins import TINY, finish, profile_of, states
 
 from exittrain.config.load import load_recipe
 from exittrain.records.run_folder import RunFolder
@@ -15,20 +15,6 @@ from exittrain.stages.context import StageContext
 from exittrain.stages.submit.chain import submit
 from exittrain.stages.submit.status import read_status
 from exittrain.stages.submit.status import render as render_status
-
-
-@pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    return stand_ins(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def context(tmp_path: Path) -> StageContext:
-    return tiny_context(tmp_path)
-
-
-def states(folder: Path) -> dict[str, str]:
-    return {one.stage: one.state for one in read_status(folder).stages}
 
 
 def with_steps(context: StageContext, steps: int) -> StageContext:

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from slurm_stand_ins import finish, profile_of, stand_ins, tiny_context
+from slurm_stand_ins import finish, profile_of, states
 
 from exittrain.cli.main import main
 from exittrain.errors import InputError
@@ -18,20 +18,6 @@ from exittrain.stages.submit.chain import submit
 from exittrain.stages.submit.progress import pieces_done
 from exittrain.stages.submit.status import read_status
 from exittrain.stages.submit.status import render as render_status
-
-
-@pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    return stand_ins(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def context(tmp_path: Path) -> StageContext:
-    return tiny_context(tmp_path)
-
-
-def states(folder: Path) -> dict[str, str]:
-    return {one.stage: one.state for one in read_status(folder).stages}
 
 
 def test_status_follows_jobs_marks_and_metrics(slurm: Path, context: StageContext) -> None:
