@@ -16,7 +16,7 @@ from exittrain.law.ranking import top_tokens
 from exittrain.law.sampling import process_logits
 from exittrain.law.seeding import generator_for
 from exittrain.models.target import TargetModel
-from exittrain.records.files import TEMPORARY, clean_temporary
+from exittrain.records.files import TEMPORARY
 from exittrain.records.shards import has_record, shard_count, shard_is_whole, shard_name, write_manifest, write_shard
 from exittrain.runtime import ranks
 from exittrain.runtime.parts import share
@@ -26,25 +26,10 @@ from exittrain.stages.coverage import ScoredTrees, draw_and_score
 from exittrain.stages.training.scoring import row_chunks
 from exittrain.stages.training.sequences import SequenceSet, choose_anchors
 from exittrain.stages.training.trees import anchor_groups, max_trees, move_trees, tree_generators
-from exittrain.stages.warmup import start_stage, training_sequences, warm_drafter
+from exittrain.stages.warmup import training_sequences, warm_drafter
 
 STAGE = "collect"
 CPU = torch.device("cpu")
-
-
-def run_collect(context: StageContext) -> None:
-    """Write collect/shard-*.parquet and manifest.json: one row an anchor (records/schema.py names the columns).
-
-    Raises:
-        InputError: as `work_collect`.
-        Interrupted: stopped by a signal; finished shards stay.
-    """
-    if not start_stage(context, STAGE, context.stage_key(STAGE)):
-        return
-    ranks.from_main(lambda: clean_temporary(context.run.stage(STAGE)))
-    work_collect(context)
-    if not ranks.from_main(lambda: finish_collect(context)):
-        raise InputError(f"{STAGE}: what was just written is not there: run again")
 
 
 def work_collect(context: StageContext) -> None:

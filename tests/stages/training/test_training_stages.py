@@ -24,12 +24,11 @@ from exittrain.runtime.tracker import read_metrics
 from exittrain.stages import collect as collect_module
 from exittrain.stages import disk
 from exittrain.stages import train as train_module
-from exittrain.stages.collect import run_collect
 from exittrain.stages.context import StageContext
 from exittrain.stages.coverage import coverage_of
 from exittrain.stages.data import run_data
 from exittrain.stages.evaluation.contexts import grow_scored
-from exittrain.stages.run import run_stage
+from exittrain.stages.run import run_stage, run_stages
 from exittrain.stages.scratch import run_target
 from exittrain.stages.train import arm_order, run_train
 from exittrain.stages.training.held_out import HeldOut
@@ -97,6 +96,10 @@ def make_context(run: Path, corpus: Path, **train: object) -> StageContext:
     return StageContext(Recipe.model_validate(recipe), RunFolder(run))
 
 
+def collect(context: StageContext) -> None:
+    run_stages(context, ["collect"])
+
+
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("corpus")
@@ -110,7 +113,7 @@ def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> StageCon
     """All four stages, run once; tests that change it work on a copy."""
     torch.set_num_threads(1)
     context = make_context(tmp_path_factory.mktemp("run"), corpus)
-    for stage in (run_target, run_data, run_warmup, run_collect, run_train):
+    for stage in (run_target, run_data, run_warmup, collect, run_train):
         stage(context)
     return context
 
@@ -167,7 +170,7 @@ def test_a_damaged_shard_alone_is_made_again(copied: StageContext, capsys: pytes
     broken.write_bytes(broken.read_bytes()[:-7])
     with pytest.raises(InputError, match="shard-00001-of-00003"):
         read_shards(folder)
-    run_collect(copied)
+    collect(copied)
     assert {path.name: path.read_bytes() for path in folder.glob("shard-*.parquet")} == before
     assert [name for name, time in times.items() if (folder / name).stat().st_mtime_ns != time] == [broken.name]
     assert "shard-00001-of-00003.parquet is damaged" in capsys.readouterr().err
@@ -188,10 +191,10 @@ def test_collect_goes_on_where_it_stopped(copied: StageContext, monkeypatch: pyt
     monkeypatch.setattr(collect_module, "write_shard", write)
     for _ in range(2):
         with pytest.raises(Interrupted):
-            run_collect(copied)
+            collect(copied)
         copied.stop.name = None
     monkeypatch.setattr(collect_module, "write_shard", original)
-    run_collect(copied)
+    collect(copied)
     assert made == [shard_name(0, 3), shard_name(1, 3)]
     assert {path.name: path.read_bytes() for path in folder.glob("shard-*.parquet")} == before
     assert not list(folder.glob(".tmp-*"))
@@ -297,7 +300,7 @@ def test_sampled_trees_are_collected_and_trained_on(
     context = make_context(run, corpus, steps=2, eval_every=1, arms=arms)
     tree = TreeSection(builder=builder, budget=9, depth=3, branching="3-ary")
     context = StageContext(context.recipe.model_copy(update={"tree": tree}), context.run)
-    run_collect(context)
+    collect(context)
     rows, target = read_shards(run / "collect"), context.target()
     tokens = {row["sequence_id"]: row["token_ids"] for row in read_rows(run / "data/train.parquet")}
     for row in rows[::5]:
@@ -307,7 +310,7 @@ def test_sampled_trees_are_collected_and_trained_on(
         assert row["exit"] == pytest.approx(law.exit.tolist(), abs=1e-5)
     shards = {path.name: path.read_bytes() for path in (run / "collect").glob("*.parquet")}
     context.run.reset("collect")
-    run_collect(context)
+    collect(context)
     assert {path.name: path.read_bytes() for path in (run / "collect").glob("*.parquet")} == shards
     run_train(context)
     for arm in arms:
