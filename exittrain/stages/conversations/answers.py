@@ -18,7 +18,7 @@ from exittrain.config.schema import GenerationSection
 from exittrain.errors import InputError
 from exittrain.law.sampling import Sampling
 from exittrain.law.seeding import generator_for
-from exittrain.records.files import write_json
+from exittrain.records.files import read_json, write_json
 from exittrain.runtime import ranks
 from exittrain.runtime.parts import share
 from exittrain.runtime.progress import Bar, progress_bar
@@ -129,7 +129,7 @@ class Writer:
         if stored is None:
             stored = self._generate(jobs, order.what, order.max_new_tokens, bar)
             rows = [[one.token_ids, one.finished] for one in stored]
-            write_json(path, {"key": key, "rows": rows, "sha256": _digest(rows)})
+            write_json(path, {"key": key, "rows": rows}, seal=True)
         return stored
 
     def _generate(self, jobs: list[Job], what: str, max_new_tokens: int, bar: Bar | None) -> list[Written]:
@@ -221,10 +221,10 @@ def text_of(tokenizer: Any, eos_token_ids: Sequence[int]) -> Callable[[Sequence[
 def _read_part(path: Path, key: str) -> list[Written] | None:
     """A stored batch; None when it is missing, of other jobs, or damaged: it is then written again."""
     try:
-        part = json.loads(path.read_text(encoding="utf-8"))
-        if part["key"] == key and part["sha256"] == _digest(part["rows"]):
+        part = read_json(path)
+        if part["key"] == key:
             return [Written(ids, finished) for ids, finished in part["rows"]]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):  # InputError is a ValueError
         pass
     return None
 
