@@ -28,6 +28,7 @@ FUNCTIONS = {
     "train": ("train", "run_train"),
     "report": ("report", "run_report"),
 }
+CHANGED = "the recipe, its data or what it stands on has changed"  # since a stage was done or begun
 ALONE = ("report",)  # the main rank's work; every rank enters the other stages
 SPLIT = {"collect": ("collect", "collect"), "eval": ("evaluate", "eval")}  # jobs share work_..., one does finish_...
 CHECKS = {"eval": ("evaluate", "check_eval")}  # what can still refuse, asked before an earlier result is given up
@@ -236,7 +237,7 @@ def _prepare(context: StageContext, name: str) -> str:
     elif (mark := run.mark_damage(name)) is not None:
         say(f"{name}: again, because {mark}")
     elif stored is not None or run.started_key(name) not in (None, key):
-        say(f"{name}: again, because the recipe, its data or what it stands on has changed")
+        say(f"{name}: again, because {CHANGED}")
     elif run.started_key(name) == key:
         say(f"{name}: going on")
     else:

@@ -20,7 +20,7 @@ from exittrain.records.run_folder import RunFolder
 from exittrain.runtime.lock import is_held
 from exittrain.stages.context import StageContext
 from exittrain.stages.prompts import check_set
-from exittrain.stages.run import wanted
+from exittrain.stages.run import CHANGED, wanted
 from exittrain.stages.submit.commands import JobState, has_slurm, job_states
 from exittrain.stages.submit.progress import pieces_done, steps_done
 from exittrain.stages.submit.record import Events, Job, Record, read_events, read_record
@@ -273,6 +273,5 @@ def render(status: RunStatus) -> str:
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines += [f"{one.stage} wrote {one.log}" for one in status.stages if one.log is not None and one.log.exists()]
     if any(one.state == OUTDATED for one in status.stages):
-        reason = "the recipe, its data or what it stands on has changed"
-        lines.append(f"{OUTDATED}: {reason}; `exittrain run {status.folder}` makes it anew")
+        lines.append(f"{OUTDATED}: {CHANGED}; `exittrain run {status.folder}` makes it anew")
     return "\n".join([*lines, *([status.note] if status.note else [])])
