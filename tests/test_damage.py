@@ -201,7 +201,7 @@ def test_measurements(tiny_run: Path, tiny_corpus: Path, tmp_path: Path, capsys:
     pieces = sorted((folder / "eval/cells").rglob("*.json"))[:3]
     for number, file in enumerate(pieces):
         data = file.read_bytes()
-        place = data.index(b'"key": "') + 8 + number  # in a value: a bit of a blank or of a last digit may change nothing
+        place = data.index(b'"key": "') + 8 + number  # of a blank or a last digit a bit may say nothing
         file.write_bytes(data[: len(data) // 2] if number == 2 else data[:place] + b"-" + data[place + 1 :])
     run_stage(StageContext(recipe_of(tiny_corpus), RunFolder(folder)), "eval")
     told = capsys.readouterr().err

@@ -41,6 +41,8 @@ def _target(recipe: Recipe) -> str | None:
     target = recipe.target
     if (target.model is None) == (target.scratch is None):
         return "target needs exactly one of 'target.model' (what exists) and 'target.scratch' (made on the spot)"
+    if target.max_memory and target.device_map is None:
+        return "'target.max_memory' means nothing without 'target.device_map: auto'"
     if target.scratch is not None:
         shape = target.scratch.shape
         if shape.hidden_size % shape.num_heads or (shape.hidden_size // shape.num_heads) % 2:

@@ -59,6 +59,10 @@ class TargetSection(Section):
     scratch: ScratchTargetSection | None = None
     dtype: Dtype = "float32"
     attention: Literal["sdpa", "eager"] = "sdpa"
+    # auto: decoder layers over this process's GPUs in order, then host memory, then disk; default: all on one device.
+    # Processes of a node share its GPUs: of n, process i has GPUs i, i + n, i + 2n, ...
+    device_map: Literal["auto"] | None = None
+    max_memory: dict[int | Literal["cpu"], int | str] = {}  # {0: 40GiB, cpu: 200GiB}; default: a part of what is free
 
 
 class DrafterSection(Section):

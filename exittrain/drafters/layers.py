@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from exittrain.drafters.causal import CausalDrafter
 from exittrain.drafters.vocabulary import shared_size
 from exittrain.errors import InputError
 from exittrain.models.causal import CausalModel
+from exittrain.models.placement import layers_name, whole
 
 
 def copy_layers(
@@ -62,10 +64,12 @@ def _smaller_module(target: CausalModel, chosen: list[int], dtype: torch.dtype) 
     if getattr(text, "layer_types", None):
         text.layer_types = [text.layer_types[layer] for layer in chosen]
     prefix, source = _layer_prefix(target), target.module.state_dict()
-    state = {key: tensor for key, tensor in source.items() if not key.startswith(prefix)}
+    tensor_of = partial(whole, target.module)
+    state = {key: tensor_of(key, tensor) for key, tensor in source.items() if not key.startswith(prefix)}
     for new, old in enumerate(chosen):
         start = f"{prefix}{old}."
-        state |= {f"{prefix}{new}.{key[len(start) :]}": source[key] for key in source if key.startswith(start)}
+        own = {key: tensor_of(key, tensor) for key, tensor in source.items() if key.startswith(start)}
+        state |= {f"{prefix}{new}.{key[len(start) :]}": tensor for key, tensor in own.items()}
     with torch.random.fork_rng():
         module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             config, dtype=dtype, attn_implementation=target.module.config._attn_implementation
@@ -77,8 +81,6 @@ def _smaller_module(target: CausalModel, chosen: list[int], dtype: torch.dtype) 
 
 def _layer_prefix(target: CausalModel) -> str:
     """The name of the list of decoder layers in the state dict, such as `model.layers.`."""
-    total = int(target.config.num_hidden_layers)
-    for name, module in target.module.named_modules():
-        if isinstance(module, torch.nn.ModuleList) and len(module) == total:
-            return f"{name}."
+    if name := layers_name(target.module):
+        return f"{name}."
     raise InputError(f"{target.name} keeps its layers in a way that is not supported; use a causal_lm drafter")

@@ -134,8 +134,9 @@ class TreeCache:
         source = columns[row, place]
         for layer in self._store.layers:
             for name in ("keys", "values"):
-                states = getattr(layer, name)
-                states[row, :, place] = states[row, :, source]
+                states = getattr(layer, name)  # on its layer's device
+                to_row, to_place, from_place = (part.to(states.device) for part in (row, place, source))
+                states[to_row, :, to_place] = states[to_row, :, from_place]
                 setattr(layer, name, states[:, :, :width])
         self.committed = valid
 
@@ -143,7 +144,8 @@ class TreeCache:
         """Keep rows [S'] (indices, in this order)."""
         rows = rows.to(self.committed.device)
         for layer in self._store.layers:
-            layer.keys, layer.values = layer.keys.index_select(0, rows), layer.values.index_select(0, rows)
+            own = rows.to(layer.keys.device)
+            layer.keys, layer.values = layer.keys.index_select(0, own), layer.values.index_select(0, own)
         self.committed = self.committed[rows]
         self.rollback()
 

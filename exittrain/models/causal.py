@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from exittrain.models.loading import Match, load_pretrained
+from exittrain.models.placement import Spread, whole
 from exittrain.models.support import check_architecture, probe
 
 Self = TypeVar("Self", bound="CausalModel")
@@ -62,13 +63,16 @@ class CausalModel:
         attention: str = "sdpa",
         device: str | torch.device = "cpu",
         verify: bool = True,
+        spread: Spread | None = None,
     ) -> Self:
         """Load a Hugging Face folder, a GGUF file (or a folder with one), a known name, or a hub id.
 
+        spread: layers over several devices, in place of all on `device`.
         Raises InputError with one line for anything that cannot be found, read whole, or used.
         """
-        module, tokenizer, name, match = load_pretrained(source, dtype, attention)
-        model = cls(module.to(device).requires_grad_(False), tokenizer, name, verify)
+        module, tokenizer, name, match = load_pretrained(source, dtype, attention, spread)
+        module = module if spread is not None else module.to(device)
+        model = cls(module.requires_grad_(False), tokenizer, name, verify)
         model.match = match
         return model
 
@@ -79,6 +83,7 @@ class CausalModel:
 
     @property
     def device(self) -> torch.device:
+        """Where tokens go in, and states and logits come out."""
         return self.embeddings.weight.device  # type: ignore[no-any-return]
 
     @property
@@ -161,6 +166,7 @@ class CausalModel:
         digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
         for name, tensor in tensors:
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            stored = whole(self.module, name, tensor).detach().cpu().contiguous()
+            digest.update(stored.reshape(-1).view(torch.uint8).numpy().data)
         self._fingerprint = (versions, digest.hexdigest())
         return self._fingerprint[1]

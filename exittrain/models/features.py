@@ -17,6 +17,7 @@ from torch import Tensor
 
 from exittrain.errors import InputError
 from exittrain.models.causal import CausalModel
+from exittrain.models.placement import layers_name
 
 CACHE_BYTES = 4 << 30  # of states kept in host memory, per target and choice of layers
 
@@ -36,6 +37,7 @@ class LayerTap:
                     f"feature layer {layer} asked of {model.name}: hidden states 1 to {len(modules) - 1} can be read"
                 )
         self._modules = [modules[layer - 1] for layer in layers]
+        self._device = model.device
         self._kept: dict[int, Tensor] = {}
         self._handles: list[Any] = []
 
@@ -56,7 +58,7 @@ class LayerTap:
         (or no layer to read)."""
         if not self._kept:
             return None
-        features = torch.cat([self._kept[place] for place in range(len(self._modules))], dim=-1)
+        features = torch.cat([self._kept[place].to(self._device) for place in range(len(self._modules))], dim=-1)
         self._kept.clear()
         return features
 
@@ -69,10 +71,8 @@ class LayerTap:
 
 def decoder_layers(model: CausalModel) -> Any:
     """The model's list of decoder layers. Raises InputError where it has none that is recognised."""
-    total = int(model.config.num_hidden_layers)
-    for module in model.module.modules():
-        if isinstance(module, torch.nn.ModuleList) and len(module) == total:
-            return module
+    if name := layers_name(model.module):
+        return model.module.get_submodule(name)
     raise InputError(f"{model.name} keeps its layers in a way that is not supported: its features cannot be read")
 
 

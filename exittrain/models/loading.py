@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from exittrain.errors import InputError, nearest
 from exittrain.models.fetch import KNOWN_MODELS, fetch
+from exittrain.models.placement import Spread, device_map
 from exittrain.models.sums import check_folder
 
 # What readers of configs, weights and GGUF files raise on files that are absent, foreign, damaged or cut short.
@@ -58,21 +59,32 @@ class Vocabulary(NamedTuple):
     tokenizer: Any
 
 
-def load_pretrained(source: str | Path, dtype: torch.dtype, attention: str) -> Loaded:
-    """The model of a source; raises InputError where it cannot be used or where a weight would be a random number."""
+def load_pretrained(source: str | Path, dtype: torch.dtype, attention: str, spread: Spread | None = None) -> Loaded:
+    """The model of a source; raises InputError where it cannot be used or where a weight would be a random number.
+
+    spread: the devices its layers shall lie on, in place of host memory."""
     place, shown, name, extra = _locate(source)
-    module, match = _load(place, shown, dtype, attention, **extra)
+    more = dict(extra)
+    if spread is not None:
+        if "gguf_file" in extra:
+            raise InputError(f"{shown} is a GGUF file, which is read whole: a device map needs a Hugging Face folder")
+        more["device_map"] = device_map(_config(place, shown), dtype, spread)
+    module, match = _load(place, shown, dtype, attention, **more)
     return Loaded(module, load_tokenizer(place, **extra), name, match)
 
 
 def load_vocabulary(source: str | Path) -> Vocabulary:
     """Name, vocabulary size and tokenizer of a model source, without its weights; raises InputError as loading does."""
     place, shown, name, extra = _locate(source)
+    config = _config(place, shown, **extra).get_text_config()
+    return Vocabulary(name, int(config.vocab_size), load_tokenizer(place, **extra))
+
+
+def _config(place: str, shown: str, **extra: Any) -> Any:
     try:
-        config = AutoConfig.from_pretrained(place, **extra).get_text_config()
+        return AutoConfig.from_pretrained(place, **extra)
     except _UNREADABLE as error:
         raise InputError(f"the config of {shown} cannot be loaded: {_first_line(error)}") from error
-    return Vocabulary(name, int(config.vocab_size), load_tokenizer(place, **extra))
 
 
 def _locate(source: str | Path) -> tuple[str, str, str, dict[str, Any]]:

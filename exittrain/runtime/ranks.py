@@ -63,6 +63,15 @@ def local_rank() -> int:
     return _place().local_rank
 
 
+def local_size() -> int:
+    """How many processes this node has, at most: the launcher's word, else srun's largest, else all there are."""
+    told = [os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")]  # torchrun's, deepspeed's
+    counts = [int(value) for value in told if value.isdigit()]
+    counts = counts or slurm.tasks_per_node(os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    total = _place().world_size
+    return min(max(counts, default=total), total)
+
+
 def world_size() -> int:
     """How many processes take part."""
     if is_distributed():

@@ -46,6 +46,11 @@ def srun_place(environment: Environment) -> Place | None:
     return place if place.world_size > 1 else None
 
 
+def tasks_per_node(text: str) -> list[int]:
+    """SLURM's counts, such as `2(x3),1`: each number of tasks once."""
+    return [int(count) for count in re.findall(r"(\d+)(?:\(x\d+\))?", text)]
+
+
 def is_one_of_several(environment: Environment) -> bool:
     """Whether a launcher or srun has started this process as one of several, as far as its variables go."""
     count = environment.get("WORLD_SIZE", "")

@@ -22,7 +22,7 @@ from exittrain.records.schema import CODE_VERSION, SCHEMA_VERSION
 from exittrain.records.share import ROOTS, share_path
 from exittrain.runtime.parts import WHOLE, Part
 from exittrain.runtime.provenance import public_facts
-from exittrain.runtime.ranks import is_main, local_rank
+from exittrain.runtime.ranks import is_main, local_rank, local_size
 from exittrain.runtime.signals import StopFlag
 from exittrain.runtime.tracker import Tracker
 from exittrain.runtime.wandb_run import WandbRun, identity_of
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from exittrain.drafters.base import Drafter
+    from exittrain.models.placement import Spread
     from exittrain.models.target import TargetModel
 
 WHOLE_HASH_BYTES = 1 << 30  # larger files are hashed in 64 pieces of 1 MiB spread over them, plus their size
@@ -97,12 +98,27 @@ class StageContext:
             else:
                 source = str(section.model)
             dtype = getattr(torch, section.dtype)
-            if self.device.type == "cpu" and section.dtype != "float32" and not _cpu_has_half():
+            if self.device.type == "cpu" and section.dtype != "float32" and not _cpu_has(section.dtype):
                 say(f"this CPU computes {section.dtype} many times slower than float32: target.dtype=float32 is faster")
             self._target = TargetModel.from_pretrained(
-                source, dtype=dtype, attention=section.attention, device=self.device
+                source, dtype=dtype, attention=section.attention, device=self.device, spread=self._spread()
             )
         return self._target
+
+    def _spread(self) -> Spread | None:
+        """The devices that the target's layers may lie on; None: all on this process's own."""
+        import torch
+
+        from exittrain.models.placement import Spread, process_gpus
+
+        section = self.recipe.target
+        if section.device_map is None:
+            return None
+        if self.device.type != "cuda":
+            return Spread((self.device,), section.max_memory)
+        own = self.device.index or 0
+        gpus = [own, *(gpu for gpu in process_gpus(torch.cuda.device_count(), own, local_size()) if gpu != own)]
+        return Spread(tuple(torch.device("cuda", gpu) for gpu in gpus), section.max_memory)
 
     def drafter(self, source: str | Path) -> Drafter:
         """A drafter from a folder or a spec, for this target."""
@@ -163,11 +179,13 @@ class StageContext:
         return self._keys[name]
 
 
-def _cpu_has_half() -> bool:
-    """Whether matrix products in half precision are vectorised here: below AVX-512 torch computes them one by one."""
+def _cpu_has(dtype: str) -> bool:
+    """Whether this CPU multiplies in half precision by itself: without that float32 is several times faster."""
     import torch
 
-    return platform.machine() not in ("x86_64", "AMD64") or "AVX512" in torch.backends.cpu.get_cpu_capability()
+    names = {"bfloat16": ("avx512_bf16", "amx_bf16"), "float16": ("avx512_fp16", "amx_fp16")}[dtype]
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # since torch 2.8; before, nothing is claimed
+    return not capabilities or platform.machine() not in ("x86_64", "AMD64") or any(map(capabilities.get, names))
 
 
 def key_parts(context: StageContext, name: str) -> dict[str, Any]:
@@ -177,7 +195,11 @@ def key_parts(context: StageContext, name: str) -> dict[str, Any]:
     if name == "target":
         target = recipe.target
         source = data_hash(target.scratch.corpus) if target.scratch else file_hash(target.model)
-        return {"section": target.model_dump(), "seed": recipe.seed, "files": source}
+        return {
+            "section": target.model_dump(exclude={"device_map", "max_memory"}),
+            "seed": recipe.seed,
+            "files": source,
+        }
     if name == "data":
         sources = [source.path for source in (recipe.data.train, recipe.data.heldout) if source is not None]
         files = [data_hash(path) for path in sources]

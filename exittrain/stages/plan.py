@@ -25,6 +25,7 @@ from exittrain.stages.sizes import ModelSize, drafter_size, target_size
 TRAINED_BYTES = 16  # a float32 parameter in training: weight, gradient, two Adam moments
 ROUND_TOKENS = 2  # assumed of a decoding round: one accepted token and the bonus token
 GIB = float(1 << 30)
+SPREAD_NOTE = "target.device_map: the memory of a process is that of all devices its target lies on, together."
 TARGET_NOTE = "target tokens: positions put through the target."
 KEPT_NOTE = (
     f"A head's features and the target's states are computed once and kept, up to {CACHE_BYTES / GIB:g} GiB a process "
@@ -99,6 +100,8 @@ def render(plan: Plan, recipe: Recipe, stages: Sequence[str] | None = None) -> s
         tokens = f"{row.num_tokens:>16,}{row.target_tokens:>16,}"
         lines.append(f"{row.stage:<22}{row.num_steps or '-':>7}{tokens}{sizes}  {row.work}")
     lines.append(f"disk in all: {_gib(sum(row.disk_bytes or 0.0 for row in rows))}. Estimates; nothing was started.")
+    if recipe.target.device_map is not None:
+        lines.append(SPREAD_NOTE)
     has_head = plan.drafter is not None and plan.drafter.head is not None
     return "\n".join([*lines, f"{TARGET_NOTE} {KEPT_NOTE}" if has_head else TARGET_NOTE])
 

@@ -201,7 +201,8 @@ def test_logging_is_not_part_of_a_key(corpus: Path) -> None:
 
 
 @pytest.mark.parametrize(("capability", "dtype", "told"), [
-    ("AVX2", "bfloat16", True), ("AVX2", "float32", False), ("AVX512", "bfloat16", False),
+    ("avx512_f", "bfloat16", True), ("avx2", "float32", False), ("avx512_bf16", "bfloat16", False),
+    ("avx512_bf16", "float16", True), ("amx_fp16", "float16", False),
 ])  # fmt: skip
 def test_a_cpu_that_crawls_in_half_precision_is_told(
     capability: str, dtype: str, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
@@ -211,7 +212,7 @@ def test_a_cpu_that_crawls_in_half_precision_is_told(
 
     monkeypatch.setenv("EXITTRAIN_DEVICE", "cpu")
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {capability: True})
     monkeypatch.setattr(TargetModel, "from_pretrained", lambda *args, **kwargs: None)
     recipe = load_recipe("quickstart", [f"target.dtype={dtype}"])
     StageContext(recipe, RunFolder(tmp_path / "run")).target()
