@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
+import tempfile
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from exittrain.errors import InputError, nearest
 from exittrain.models.fetch import KNOWN_MODELS, fetch
-from exittrain.models.placement import Spread, device_map
+from exittrain.models.placement import DISK, Spread, device_map
 from exittrain.models.sums import check_folder
 
 # What readers of configs, weights and GGUF files raise on files that are absent, foreign, damaged or cut short.
@@ -68,8 +71,11 @@ def load_pretrained(source: str | Path, dtype: torch.dtype, attention: str, spre
     if spread is not None:
         if "gguf_file" in extra:
             raise InputError(f"{shown} is a GGUF file, which is read whole: a device map needs a Hugging Face folder")
-        more["device_map"] = device_map(_config(place, shown), dtype, spread)
-    module, match = _load(place, shown, dtype, attention, **more)
+        more["device_map"] = _places(_config(place, shown), shown, dtype, spread)
+    if DISK in more.get("device_map", {}).values():
+        module, match = _load_to_disk(place, shown, dtype, attention, **more)
+    else:
+        module, match = _load(place, shown, dtype, attention, **more)
     return Loaded(module, load_tokenizer(place, **extra), name, match)
 
 
@@ -155,6 +161,28 @@ def load_tokenizer(source: str, **extra: Any) -> Any:
         return AutoTokenizer.from_pretrained(source, **extra)
     except _UNREADABLE as error:
         raise InputError(f"the tokenizer of {source} cannot be loaded: {_first_line(error)}") from error
+
+
+def _places(config: Any, shown: str, dtype: torch.dtype, spread: Spread) -> dict[str, Any]:
+    try:
+        return device_map(config, dtype, spread)
+    except InputError:
+        raise
+    except _UNREADABLE as error:
+        raise InputError(f"{shown} cannot be spread over devices: {_first_line(error)}") from error
+
+
+def _load_to_disk(source: str, shown: str, dtype: torch.dtype, attention: str, **extra: Any) -> tuple[Any, Match]:
+    """Layers on disk are read from the model's own files where those hold what the module does; else (the experts of
+    most mixtures, files that are no safetensors) from a copy in $TMPDIR that goes with the module."""
+    folder = tempfile.mkdtemp(prefix="exittrain-layers-")
+    try:
+        module, match = _load(source, shown, dtype, attention, offload_folder=folder, **extra)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    weakref.finalize(module, shutil.rmtree, folder, ignore_errors=True)
+    return module, match
 
 
 def _load(source: str, shown: str, dtype: torch.dtype, attention: str, **extra: Any) -> tuple[Any, Match]:

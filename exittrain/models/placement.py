@@ -6,11 +6,11 @@ between; layers in host memory or on disk are brought to the first device for th
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
 import torch
 from accelerate.utils import convert_file_size_to_int
 from torch import Tensor
@@ -29,10 +29,12 @@ DISK = "disk"
 class Spread:
     """devices: the process's own first, then others it may use; max_memory: bytes of layers and ends that a device (a
     GPU's index, or "cpu") may hold, as a number or with a unit ("40GiB"); what is left out is a part of what is free.
+    processes: how many take their part of the host's free memory.
     """
 
     devices: tuple[torch.device, ...]
     max_memory: Mapping[int | str, int | str] = field(default_factory=dict)
+    processes: int = 1
 
     def rooms(self) -> list[tuple[int | str, int]]:
         """(where, bytes), in the order they are filled."""
@@ -48,19 +50,31 @@ class Spread:
         if given is not None:
             try:
                 return int(convert_file_size_to_int(given))
-            except ValueError:
+            except (ValueError, OverflowError):
                 raise InputError(f"max_memory of {name} is {given!r}: a number of bytes, or such as 40GiB") from None
         if isinstance(name, int):
             return int(torch.cuda.mem_get_info(name)[0] * (FIRST_ROOM if is_first else ROOM))
-        return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * (FIRST_ROOM if is_first else ROOM))
+        free = psutil.virtual_memory().available / self.processes  # what the cache of files would give up included
+        return int(free * (FIRST_ROOM if is_first else ROOM))
+
+
+def process_spread(device: torch.device, local_ranks: int, max_memory: Mapping[int | str, int | str]) -> Spread:
+    """What one of a node's `local_ranks` processes may use, whose own device this is. What max_memory says of GPUs that
+    are other processes' is theirs."""
+    if device.type != "cuda":
+        return Spread((device,), max_memory, local_ranks)
+    own, count = device.index or 0, torch.cuda.device_count()
+    gpus = (own, *(gpu for gpu in process_gpus(count, own, local_ranks) if gpu != own))
+    mine = {name: room for name, room in max_memory.items() if name in gpus or name not in range(count)}
+    return Spread(tuple(torch.device("cuda", gpu) for gpu in gpus), mine, local_ranks)
 
 
 def process_gpus(count: int, local_rank: int, local_ranks: int) -> tuple[int, ...]:
     """Of a node's visible GPUs those that one of its processes may spread over: its own, then every `local_ranks`-th.
 
-    A launcher that shows each process its own GPUs alone leaves it all of them (count < local_ranks, or one process).
+    Fewer than processes are no node's: a launcher shows each process its own alone, and it has them all.
     """
-    if local_rank >= count:
+    if count < local_ranks:
         return tuple(range(count))
     return tuple(range(local_rank, count, local_ranks))
 
@@ -69,11 +83,15 @@ def device_map(config: Any, dtype: torch.dtype, spread: Spread) -> dict[str, Any
     """Module name -> device, for `from_pretrained`; every module is in it once.
 
     Raises:
-        InputError: the first device has no room for what is not a decoder layer.
+        InputError: the first device has no room for what is not a decoder layer, or no layers are recognised.
     """
     with torch.device("meta"):
         module: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
     prefix = layers_name(module)
+    if not prefix:
+        raise InputError(
+            f"{type(module).__name__} keeps its layers in a way that cannot be spread: no device map for it"
+        )
     layers = module.get_submodule(prefix)
     rooms = spread.rooms()
     first, left = rooms[0]
@@ -97,8 +115,9 @@ def device_map(config: Any, dtype: torch.dtype, spread: Spread) -> dict[str, Any
 def layers_name(module: Any) -> str:
     """Where a causal LM keeps its list of decoder layers, such as `model.layers`; "" where none is recognised."""
     total = int(module.config.get_text_config().num_hidden_layers)
+    text = {id(part) for part in module.get_decoder().modules()}  # a vision tower may have as many layers
     for name, part in module.named_modules():
-        if isinstance(part, torch.nn.ModuleList) and len(part) == total:
+        if isinstance(part, torch.nn.ModuleList) and len(part) == total and id(part) in text:
             return str(name)
     return ""
 

@@ -64,11 +64,12 @@ def local_rank() -> int:
 
 
 def local_size() -> int:
-    """How many processes this node has, at most: the launcher's word, else srun's largest, else all there are."""
+    """How many processes this node has, at most: the launcher's word, else srun's largest, else all there are. Also
+    inside `alone`: the others wait, and keep their devices."""
     told = [os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")]  # torchrun's, deepspeed's
     counts = [int(value) for value in told if value.isdigit()]
     counts = counts or slurm.tasks_per_node(os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    total = _place().world_size
+    total = _launched().world_size
     return min(max(counts, default=total), total)
 
 
@@ -80,9 +81,11 @@ def world_size() -> int:
 
 
 def _place() -> Place:
+    return ALONE if _alone else _launched()
+
+
+def _launched() -> Place:
     """Where a launcher, or else srun, has put this process."""
-    if _alone:
-        return ALONE
     values = [os.environ.get(name, "") for name in LAUNCHER[:3]]
     if all(value.isdigit() for value in values):
         return Place(*map(int, values))

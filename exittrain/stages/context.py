@@ -72,11 +72,11 @@ class StageContext:
     def device(self) -> torch.device:
         """This process's CUDA device when there is one, else the CPU. EXITTRAIN_DEVICE overrules.
 
-        A launcher may show each process all of a node's devices, or its own alone.
+        A launcher may show each process all of a node's devices, or its own alone, one or several.
         """
         import torch
 
-        index = local_rank() if torch.cuda.device_count() > 1 else 0
+        index = local_rank() % max(1, torch.cuda.device_count())
         default = f"cuda:{index}" if torch.cuda.is_available() else "cpu"
         return torch.device(os.environ.get("EXITTRAIN_DEVICE", default))
 
@@ -107,18 +107,10 @@ class StageContext:
 
     def _spread(self) -> Spread | None:
         """The devices that the target's layers may lie on; None: all on this process's own."""
-        import torch
-
-        from exittrain.models.placement import Spread, process_gpus
+        from exittrain.models.placement import process_spread
 
         section = self.recipe.target
-        if section.device_map is None:
-            return None
-        if self.device.type != "cuda":
-            return Spread((self.device,), section.max_memory)
-        own = self.device.index or 0
-        gpus = [own, *(gpu for gpu in process_gpus(torch.cuda.device_count(), own, local_size()) if gpu != own)]
-        return Spread(tuple(torch.device("cuda", gpu) for gpu in gpus), section.max_memory)
+        return None if section.device_map is None else process_spread(self.device, local_size(), section.max_memory)
 
     def drafter(self, source: str | Path) -> Drafter:
         """A drafter from a folder or a spec, for this target."""

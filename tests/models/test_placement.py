@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
+import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny_run import recipe_of
 from tiny_target import make_target
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma3Config,
+    GPT2Config,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    T5Config,
+)
 
 from exittrain import decode, load_drafter
 from exittrain.config.load import load_recipe
 from exittrain.drafters.layers import copy_layers
 from exittrain.errors import InputError
-from exittrain.models.placement import DISK, Spread, device_map, process_gpus
+from exittrain.models.placement import DISK, Spread, device_map, layers_name, process_gpus, process_spread
 from exittrain.models.target import TargetModel
 from exittrain.records.run_folder import RunFolder
 from exittrain.runtime import ranks
@@ -70,6 +82,33 @@ def test_layers_on_disk(four_layers: Path, layers: int, dtype: torch.dtype) -> N
     assert spread.fingerprint() == whole.fingerprint()
 
 
+@pytest.mark.parametrize("form", ["experts", "bin"])
+def test_layers_that_the_files_hold_in_another_form(form: str, four_layers: Path, tmp_path: Path) -> None:
+    """Experts stored one by one, and files that are no safetensors: a copy lies on disk while the model lives."""
+    if form == "bin":
+        model = AutoModelForCausalLM.from_pretrained(four_layers)
+        torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+        model.config.save_pretrained(tmp_path)
+    else:
+        config = Qwen3MoeConfig(
+            vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+            head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, max_position_embeddings=128,
+        )  # fmt: skip
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    copies = Path(tempfile.gettempdir())
+    before, whole = set(copies.glob("exittrain-layers-*")), TargetModel.from_pretrained(tmp_path)
+    spread = TargetModel.from_pretrained(tmp_path, spread=Spread(CPU, {"cpu": room_for(tmp_path, 1)}))
+    assert any(parameter.device.type == "meta" for parameter in spread.module.parameters())
+    ids = torch.arange(12)[None]
+    assert torch.equal(spread.hidden(ids), whole.hidden(ids))
+    assert spread.fingerprint() == whole.fingerprint()
+    (made,) = set(copies.glob("exittrain-layers-*")) - before
+    assert list(made.iterdir())
+    del spread
+    gc.collect()
+    assert not made.exists()
+
+
 def test_decoding_and_drafters_of_its_layers(folder: Path) -> None:
     whole = TargetModel.from_pretrained(folder)
     spread = TargetModel.from_pretrained(folder, spread=Spread(CPU, {"cpu": room_for(folder, 1)}))
@@ -101,13 +140,41 @@ def test_placement_fills_devices_in_order(four_layers: Path, monkeypatch: pytest
     assert {"transformer.wte", "transformer.wpe", "transformer.ln_f", "lm_head", "transformer.h.2"} < names
 
 
+def test_layers_are_those_of_the_text() -> None:
+    """A vision tower that has as many."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2}
+    tower = {"image_size": 28, "patch_size": 14}
+    config = Gemma3Config(text_config={**sizes, "vocab_size": 61, "head_dim": 16}, vision_config={**sizes, **tower})
+    with torch.device("meta"):
+        assert layers_name(AutoModelForCausalLM.from_config(config)) == "model.language_model.layers"
+
+
+def test_each_process_has_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of host memory, which the cache of files does not take away, and of what max_memory says of all GPUs."""
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=80 << 30, free=1 << 30))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda gpu: (10 << 30, 80 << 30))
+    given: dict[int | str, int | str] = {0: "1GiB", 1: "2GiB", 2: "3GiB"}
+    ours, theirs = (process_spread(torch.device("cuda", gpu), 2, given).rooms() for gpu in (0, 1))
+    assert ours == [(0, 1 << 30), (2, 3 << 30), ("cpu", int((40 << 30) * 0.85))]
+    assert theirs[:2] == [(1, 2 << 30), (3, int((10 << 30) * 0.85))]
+    with pytest.raises(InputError, match="max_memory names device 7, this process may use 1, 3, cpu"):
+        process_spread(torch.device("cuda", 1), 2, {7: "1GiB"}).rooms()
+    assert process_spread(torch.device("cpu"), 2, {}).rooms() == [("cpu", int((40 << 30) * 0.6))]
+
+
 def test_what_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"embeddings, norm and head take .* GiB, device cpu has .*raise max_memory"):
         TargetModel.from_pretrained(folder, spread=Spread(CPU, {"cpu": 100}))
     with pytest.raises(InputError, match="max_memory names device 7, this process may use cpu"):
         TargetModel.from_pretrained(folder, spread=Spread(CPU, {7: "1GiB"}))
-    with pytest.raises(InputError, match="max_memory of cpu is 'much': a number of bytes, or such as 40GiB"):
-        TargetModel.from_pretrained(folder, spread=Spread(CPU, {"cpu": "much"}))
+    for bad in ("much", "infGiB", "-1GiB", -1):
+        with pytest.raises(InputError, match=f"max_memory of cpu is {bad!r}: a number of bytes, or such as 40GiB"):
+            TargetModel.from_pretrained(folder, spread=Spread(CPU, {"cpu": bad}))
+    T5Config(num_layers=2).save_pretrained(tmp_path / "t5")
+    shutil.copy(folder / "model.safetensors", tmp_path / "t5")
+    with pytest.raises(InputError, match="t5 cannot be spread over devices: Unrecognized configuration class"):
+        TargetModel.from_pretrained(tmp_path / "t5", spread=Spread(CPU))
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     with pytest.raises(InputError, match="GGUF file, which is read whole: a device map needs a Hugging Face folder"):
         TargetModel.from_pretrained(tmp_path / "model.gguf", spread=Spread(CPU))
@@ -154,6 +221,7 @@ def test_processes_of_a_node_share_its_gpus(monkeypatch: pytest.MonkeyPatch) -> 
     assert process_gpus(8, 1, 2) == (1, 3, 5, 7)
     assert process_gpus(8, 0, 1) == tuple(range(8))
     assert process_gpus(1, 0, 4) == (0,)
+    assert process_gpus(2, 1, 4) == (0, 1)  # of 8 that four processes have two each of
     for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     assert ranks.local_size() == 1
@@ -164,3 +232,5 @@ def test_processes_of_a_node_share_its_gpus(monkeypatch: pytest.MonkeyPatch) -> 
     assert ranks.local_size() == 2
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert ranks.local_size() == 4
+    with ranks.alone():
+        assert ranks.local_size() == 4
