@@ -1,4 +1,4 @@
-# make quickstart    every stage on a real model, 15 to 45 minutes on two cores, no GPU
+# make quickstart    every stage on a real model, half an hour to an hour and a half on two cores, no GPU
 # make test          the fast tests         make test-slow   the rest (minutes)
 # make lint          ruff and mypy          make testbed     where objectives can be told apart (half an hour)
 # make test-slurm    a real SLURM cluster on this machine, through Debian's packages (minutes; asks for root to install)
