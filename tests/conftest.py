@@ -1,7 +1,11 @@
 """One thread a test process: the models are tiny, and threads waiting for each other cost more than they do."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
+
+# Before anything reads it: no test may depend on a hub, nor wait for the retries of one that cannot be reached.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import tiny_run as tiny

@@ -44,8 +44,9 @@ def kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_of_an_arm(tmp_path: Path, tiny_corpus: Path) -> None:
-    """The quick form: one kill, in training, and the numbers of a run that was left alone."""
+    """One kill, in training, and the numbers of a run that was left alone."""
     small = ["target.scratch.steps=2", "warmup.steps=2", "train.steps=3", "train.save_every=1", "eval.contexts=8"]
     expected = finish(tmp_path / "whole", tiny_corpus, *small)
     process = start(tmp_path / "killed", tiny_corpus, *small)

@@ -39,7 +39,7 @@ def add_adapter(drafter: CausalDrafter, rank: int, alpha: float, targets: Sequen
     if names != ALL_LINEAR:
         _check_targets(drafter.model, names)
     frozen = drafter.frozen_names()
-    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=names, lora_dropout=0.0, bias="none")  # type: ignore[arg-type]
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=names, lora_dropout=0.0, bias="none")
     with torch.random.fork_rng(), warnings.catch_warnings():
         torch.manual_seed(seed)
         inject_adapter_in_model(config, module)

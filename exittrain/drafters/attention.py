@@ -24,7 +24,7 @@ def make_norm(size: int, config: HeadConfig) -> nn.Module:
 
 def make_mlp(config: HeadConfig) -> nn.Module:
     """The gated feed-forward part, H to H."""
-    mlp: nn.Module = LlamaMLP(_with_bias(config))  # type: ignore[no-untyped-call]
+    mlp: nn.Module = LlamaMLP(_with_bias(config))
     return mlp
 
 

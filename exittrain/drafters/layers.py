@@ -71,7 +71,7 @@ def _smaller_module(target: CausalModel, chosen: list[int], dtype: torch.dtype) 
         own = {key: tensor_of(key, tensor) for key, tensor in source.items() if key.startswith(start)}
         state |= {f"{prefix}{new}.{key[len(start) :]}": tensor for key, tensor in own.items()}
     with torch.random.fork_rng():
-        module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        module = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=target.module.config._attn_implementation
         )
     module.load_state_dict(state)

@@ -241,14 +241,14 @@ def forget_quantisation(module: Any) -> None:
 def quiet_transformers() -> Iterator[None]:
     """No loading bars or notes of transformers: what goes wrong is raised, what goes well needs no print."""
     level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
         transformers_logging.set_verbosity(level)
         if bars:
-            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+            transformers_logging.enable_progress_bar()
 
 
 def _first_line(error: BaseException) -> str:

@@ -86,7 +86,7 @@ def device_map(config: Any, dtype: torch.dtype, spread: Spread) -> dict[str, Any
         InputError: the first device has no room for what is not a decoder layer, or no layers are recognised.
     """
     with torch.device("meta"):
-        module: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+        module: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     prefix = layers_name(module)
     if not prefix:
         raise InputError(
