@@ -214,8 +214,10 @@ def _time_ratio(context: StageContext, name: str, other: str, target: TargetMode
     block = max(context.arm(arm).refresh_every for arm in (name, other))
     count = max(PROBED_STEPS // block, 3)
     trainers = []
+    say(f"{name}: measuring what its steps and those of {other} take")
     for arm in (name, other):
         made = Arm(context, arm, (count + 1) * block, target, sequences)
+        made.task.keep_states(range((count + 1) * block))  # else the first to meet a sequence would pay for both
         trainers.append(Trainer(made.task, made.settings, engine_config(context.recipe)))
     ratios = []
     for start in range(0, (count + 1) * block, block):

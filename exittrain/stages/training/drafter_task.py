@@ -7,7 +7,7 @@ target's hidden size, F features of a token, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -141,6 +141,13 @@ class DrafterTask:
             trees = join_trees(parts, [share[0] for share in shares])
             own = take_trees(trees, self._own(self._plan(step))[3])
             self._drawn[step] = move_trees(own, self._target.device)
+
+    def keep_states(self, steps: Iterable[int]) -> None:
+        """Have the target's states along these steps' sequences at hand, as every epoch but the first finds them."""
+        if self._drafter.feature_layers:
+            own = {index for step in steps for index in self._own(self._plan(step))[0]}
+            for index in sorted(own):
+                self._target.states(self._drafter.feature_layers).of(self._sequences.tokens[index])
 
     # How a step is made.
 

@@ -189,3 +189,14 @@ def test_extreme_laws_stay_finite(target: TargetModel, kind: str, objective: str
     assert float(drafter.head(drafter.states(batch.layout)[0]).abs().max().detach()) > 100
     assert loss.isfinite()
     assert all(p.grad.isfinite().all() for p in drafter.module.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "block"])
+def test_states_that_are_kept_need_no_target(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What compares the time of two arms lets neither pay for the other's features."""
+    target = make_target()
+    task = make_task(make_head(kind, target), target)
+    task.keep_states(range(2))
+    monkeypatch.setattr(target, "hidden", lambda *args: pytest.fail("the target ran again"))
+    for step in range(2):
+        assert all(batch.token_hidden is not None for batch in task.prepare(step))
