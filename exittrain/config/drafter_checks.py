@@ -20,6 +20,8 @@ def drafter_problem(recipe: Recipe) -> str | None:
         return line
     if drafter.kind in HEADS and recipe.train is not None and recipe.train.lora is not None:
         return "'train.lora' is for drafters that are language models: a head is small, train it whole"
+    if recipe.warmup is not None and recipe.warmup.unroll_from and drafter.kind != "eagle3":
+        return f"'warmup.unroll_from' is of kind 'eagle3', which alone unrolls, not {drafter.kind!r}: remove it"
     if drafter.kind == "block" and drafter.init is None:
         return depth_problem(recipe, drafter.block_size or BLOCK_SIZE)
     return None

@@ -172,6 +172,7 @@ class DataSection(Section):
 class WarmupSection(OptimSection):
     token_loss: Literal["kl", "ce"] = "kl"
     temperature: Temperatures | None = None  # of the loss; default: sampling's
+    unroll_from: Annotated[float, Field(ge=0, lt=1)] = 0.0  # eagle3: part of the steps before training-time test begins
 
 
 class CollectSection(Section):

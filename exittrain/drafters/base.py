@@ -52,7 +52,8 @@ class TrainingInputs:
     [S, L, F] of the target along the sequences (None where `Drafter.feature_layers` is empty); tree r grows from
     anchors[r] of sequences[tree_sequence[r]]; places [P]: flat index (tree * M + node), ascending, of the nodes of
     `trees` whose distributions are wanted (trees None: none are). generators: one a sequence, for drafters that choose
-    places to train at (so that a sequence's places depend on no neighbour and no rank).
+    places to train at (so that a sequence's places depend on no neighbour and no rank). first_step: along the text an
+    EAGLE head takes the first of its steps alone, whatever its dials say.
     """
 
     sequences: Sequence[Tensor]
@@ -63,6 +64,7 @@ class TrainingInputs:
     anchors: Tensor | None = None
     places: Tensor | None = None
     generators: Sequence[torch.Generator] | None = None
+    first_step: bool = False
 
 
 @dataclass(frozen=True, eq=False)

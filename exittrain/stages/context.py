@@ -198,6 +198,8 @@ def key_parts(context: StageContext, name: str) -> dict[str, Any]:
         return {"section": recipe.data.model_dump(), "seed": recipe.seed, "files": files, "target": key("target")}
     if name == "warmup":
         section = recipe.warmup.model_dump() if recipe.warmup else None
+        if section is not None and not section["unroll_from"]:
+            del section["unroll_from"]  # runs from before there was one keep their keys
         drafter = recipe.drafter
         files = [file_hash(drafter.model), file_hash(drafter.init)]
         drafter_part = {"drafter": drafter.own_fields(), "files": files}

@@ -30,7 +30,7 @@ CONTEXT_TOKENS = 8192  # the target runs at most so many columns at once (traini
 @dataclass(frozen=True)
 class Loop:
     """One training loop of a recipe. anchors: trees grown in each sequence; shards: they are stored, and scored where
-    the objective needs no more than their edges."""
+    the objective needs no more than their edges; unroll_from: part of the steps before an EAGLE head unrolls."""
 
     recipe: Recipe
     optim: OptimSection
@@ -41,6 +41,7 @@ class Loop:
     on_rows: bool = False
     trained: ModelSize | None = None
     target: ModelSize | None = None
+    unroll_from: float = 0.0
 
     @classmethod
     def of_arm(
@@ -73,6 +74,11 @@ class Loop:
         if head.kind == "block":
             return (dials.block_anchors + self.anchors) * int(head.block_size or 0)
         return self.length * dials.unroll_steps + self.anchors * (self.recipe.tree.budget + 1)
+
+    @property
+    def mean_positions(self) -> float:
+        """The same, averaged over the loop's steps."""
+        return self.trained_positions - self.unroll_from * self.length * (self.recipe.drafter.unroll_steps - 1)
 
     @property
     def passes(self) -> int:
@@ -110,7 +116,7 @@ class Loop:
         if self.trained is None or self.target is None:
             return None
         target = 2.0 * self.target.active_parameters * self.target_tokens / self.optim.steps
-        positions = self.optim.batch_size * self.trained_positions
+        positions = self.optim.batch_size * self.mean_positions
         return target + (6.0 + (2.0 if self.anchors else 0.0)) * self.trained.active_parameters * positions
 
     @property

@@ -133,7 +133,9 @@ def _data_row(recipe: Recipe, sequences: int, target: ModelSize | None) -> Stage
 def _warmup_row(recipe: Recipe, sequences: int, target: ModelSize | None, drafter: ModelSize | None) -> StagePlan:
     warmup = recipe.warmup
     assert warmup is not None
-    loop = Loop(recipe, warmup, sequences, warmup.token_loss, trained=drafter, target=target)
+    loop = Loop(
+        recipe, warmup, sequences, warmup.token_loss, trained=drafter, target=target, unroll_from=warmup.unroll_from
+    )
     work = f"drafter from {recipe.drafter.init or recipe.drafter.kind}, {warmup.token_loss}"
     return _loop_row("warmup", work, loop)
 
@@ -179,7 +181,7 @@ def _control(recipe: Recipe) -> str | None:
 
 
 def _loop_row(stage: str, work: str, loop: Loop) -> StagePlan:
-    tokens = loop.passes * loop.trained_positions
+    tokens = round(loop.passes * loop.mean_positions)
     return StagePlan(stage, work, loop.optim.steps, tokens, loop.target_tokens, loop.memory_bytes, None)
 
 

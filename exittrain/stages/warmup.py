@@ -59,7 +59,9 @@ def run_warmup(context: StageContext) -> None:
         changes = {"eval_every": max(1, section.steps // 2), "save_every": 100, "seed": seed}
         settings = LoopSettings.from_section(section.model_dump(), **changes)
         samplings = training_samplings(context.sampling, section.temperature)
-        loss = LossSettings(token_loss=section.token_loss, samplings=samplings, shape=context.shape)
+        loss = LossSettings(
+            token_loss=section.token_loss, samplings=samplings, shape=context.shape, unroll_from=section.unroll_from
+        )
         held_out = held_out_of(context, target)
         hooks = Hooks(
             evaluate=None if held_out is None else lambda: held_out.measure(drafter),

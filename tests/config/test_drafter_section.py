@@ -82,6 +82,16 @@ def test_what_a_section_may_not_say(recipe_file: Path, section: str, expected: s
     assert expected in fail(recipe_file, f"drafter={section}")
 
 
+@pytest.mark.parametrize("kind", ["block", "layers"])
+def test_only_an_eagle_head_unrolls(recipe_file: Path, kind: str) -> None:
+    warmup = "warmup={steps: 4, unroll_from: 0.5}"
+    own = ", layers: 2" if kind == "layers" else ""
+    assert f"'warmup.unroll_from' is of kind 'eagle3', which alone unrolls, not '{kind}'" in fail(
+        recipe_file, f"drafter={{kind: {kind}{own}}}", warmup
+    )
+    assert load_recipe(recipe_file, ["drafter={kind: eagle3}", warmup]).warmup.unroll_from == 0.5
+
+
 @pytest.mark.parametrize("kind", ["eagle3", "block"])
 def test_heads_are_trained_whole(recipe_file: Path, kind: str) -> None:
     assert "a head is small" in fail(recipe_file, f"drafter={{kind: {kind}}}", "train.lora={}")

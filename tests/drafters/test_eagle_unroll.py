@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny_eagle import FLAGS, all_nodes, random_ids, random_trees, tiny_head, tiny_target, training_inputs, unrolled
@@ -156,6 +158,19 @@ def test_rows_are_those_whose_predicted_token_is_trained(target, steps):
     assert layout.labels.tolist() == [int(sequences[s][p + 1]) for s, p, _ in rows]
     assert layout.weights.dtype == torch.float32 and layout.weights.tolist() == [0.5**step for _, _, step in rows]
     assert layout.target_rows.dtype == layout.labels.dtype == torch.int64
+
+
+def test_the_first_step_alone_is_that_of_all_steps(target):
+    """Token rows of step 0 and their states, the trees as ever."""
+    drafter, sequences = unrolled(tiny_head(target), 3), random_ids(9, 6)
+    inputs = training_inputs(target, drafter, sequences, **all_nodes(random_trees(sequences, [1], [3]), [1], [3]))
+    whole, first = drafter.lay_out(inputs), drafter.lay_out(replace(inputs, first_step=True))
+    of_first = whole.weights == 1
+    assert first.weights.tolist() == [1.0] * int(of_first.sum()) and len(first.weights) < len(whole.weights)
+    assert torch.equal(first.target_rows, whole.target_rows[of_first])
+    (tokens, nodes), (all_tokens, all_nodes_) = drafter.states(first), drafter.states(whole)
+    assert torch.equal(tokens, all_tokens[of_first])
+    torch.testing.assert_close(nodes, all_nodes_)
 
 
 def test_gradient_reaches_a_base_row_iff_its_token_is_trained(target, monkeypatch):

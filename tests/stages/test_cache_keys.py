@@ -15,7 +15,7 @@ from exittrain.records.files import read_json
 from exittrain.records.run_folder import RunFolder
 from exittrain.records.shards import read_shards, shard_is_whole
 from exittrain.stages import context as context_module
-from exittrain.stages.context import StageContext, file_hash
+from exittrain.stages.context import StageContext, file_hash, key_parts
 from exittrain.stages.run import run_stage
 
 HEAD = ("drafter={kind: eagle3, draft_vocab: 100}", "target.scratch.shape.num_layers=4")
@@ -44,6 +44,14 @@ def test_a_draft_vocabulary_and_other_parts_of_a_head_do(tiny_corpus: Path, chan
     """The vocabulary is stored in the warm start's folder alone; it is made of the data, whose key is in this one."""
     assert key(tiny_corpus, "warmup", *HEAD) != key(tiny_corpus, "warmup", *HEAD, change)
     assert key(tiny_corpus, "warmup", *HEAD) != key(tiny_corpus, "warmup", *HEAD, "data.heldout_fraction=0.3")
+
+
+def test_steps_before_a_head_unrolls_do(tiny_corpus: Path) -> None:
+    """Runs from before there were any keep their keys."""
+    assert (
+        "unroll_from" not in key_parts(StageContext(recipe_of(tiny_corpus, *HEAD), RunFolder("x")), "warmup")["section"]
+    )
+    assert key(tiny_corpus, "warmup", *HEAD) != key(tiny_corpus, "warmup", *HEAD, "warmup.unroll_from=0.5")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "tokenizer_config.json", "config.json"])

@@ -183,6 +183,16 @@ def test_an_eagle_head_trains_on_every_step_it_unrolls() -> None:
     assert rows["train/reach_kl"].num_tokens == 6 * 2 * (5 * 48 + 3 * 7)
 
 
+def test_an_eagle_head_that_unrolls_later_costs_less() -> None:
+    drafter = "drafter={kind: eagle3, draft_vocab: 50, unroll_steps: 5}"
+    whole, later = (
+        rows_of("target.scratch.shape.num_layers=4", drafter, f"warmup.unroll_from={share}")["warmup"]
+        for share in (0.0, 0.75)
+    )
+    assert (whole.num_tokens, later.num_tokens) == (8 * 4 * 5 * 48, 8 * 4 * (0.25 * 5 + 0.75) * 48)
+    assert later.target_tokens == whole.target_tokens and later.memory_bytes == whole.memory_bytes
+
+
 @pytest.mark.parametrize("drafter", [(), HEAD], ids=["causal_lm", "block"])
 def test_the_equal_time_control_takes_the_operations_of_its_arm(drafter: tuple[str, ...]) -> None:
     rows = rows_of(*drafter, "train.steps=100", "train.arms.token_time={match_time: reach_kl}")

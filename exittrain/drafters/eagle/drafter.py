@@ -60,7 +60,8 @@ class EagleDrafter(HeadDrafter):
         return EagleState(self, prompts, features)
 
     def lay_out(self, inputs: TrainingInputs) -> Layout:
-        """As `Drafter.lay_out`: `Dials.unroll_steps` rows for every trained token that has as many tokens before it.
+        """As `Drafter.lay_out`: `Dials.unroll_steps` rows (one with `first_step`) for every trained token that has as
+        many tokens before it.
 
         Raises InputError for a tree at anchor 0.
         """

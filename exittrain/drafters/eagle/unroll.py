@@ -77,8 +77,9 @@ def lay_out(inputs: TrainingInputs, dials: Dials, device: torch.device) -> Layou
     shape = len(tokens), tokens.shape[1] - 1
     features = inputs.features[:, : shape[1]].to(device)
 
-    row, position, step = _token_rows(inputs, dials.unroll_steps, device)
-    text = _text_branches(tokens, shape, row, position - 1 - step, step, dials.unroll_steps)
+    steps = 1 if inputs.first_step else dials.unroll_steps
+    row, position, step = _token_rows(inputs, steps, device)
+    text = _text_branches(tokens, shape, row, position - 1 - step, step, steps)
     forward = Unroll(tokens[:, 1:], features, text, _tree_branches(inputs, shape, device))
     weights = torch.tensor(dials.unroll_decay, device=device).pow(step)
     node_rows = torch.arange(len(forward.trees.rows), device=device)

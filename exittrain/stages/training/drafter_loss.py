@@ -33,7 +33,8 @@ class LossSettings:
     """What an arm minimises: token_weight * L_tok + weight * L_node (math.md section 8).
 
     samplings: what the law and both losses are taken at, blocks of `refresh_every` steps taking turns; refresh_every:
-    steps whose trees are drawn together, by the drafter as it is before the first of them.
+    steps whose trees are drawn together, by the drafter as it is before the first of them; unroll_from: part of the
+    steps before which an EAGLE head's token loss is of its first step alone.
     """
 
     objective: str = "token"
@@ -44,6 +45,7 @@ class LossSettings:
     normaliser: str = "anchors"
     anchors_per_sequence: int = 8
     refresh_every: int = 1
+    unroll_from: float = 0.0
     samplings: tuple[Sampling, ...] = (Sampling(),)
     shape: TreeShape = field(default_factory=TreeShape)
     builder: str = "best_first"

@@ -253,7 +253,10 @@ class DrafterTask:
     ) -> MicroBatch:  # fmt: skip
         trained = [self._sequences.trained[i] for i in indices] or [torch.zeros(2, dtype=torch.bool)]
         generators = [generator_for(self._loop.seed, "blocks", step, self._sequences.ids[i]) for i in indices]
-        given = TrainingInputs(sequences, trained, features, generators=generators or [generator_for("stand-in")])
+        given = TrainingInputs(
+            sequences, trained, features, generators=generators or [generator_for("stand-in")],
+            first_step=step < self._loss.unroll_from * self._loop.steps,
+        )  # fmt: skip
         if trees is not None:
             given = replace(
                 given, trees=trees.edges.inner, tree_sequence=trees.tree_sequence, anchors=trees.anchors,

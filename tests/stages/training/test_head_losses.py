@@ -59,6 +59,15 @@ def make_task(drafter: Drafter, target: TargetModel, micro: int = 3, **loss) -> 
     return DrafterTask(drafter, target, make_sequences(), settings, LossSettings(**changes))
 
 
+def test_a_head_unrolls_from_its_part_of_the_steps_on(target: TargetModel) -> None:
+    """Steps 0 to 2 of 6, then 3 on: a row a trained token with a token before its feature, then 1 + 0.7 + 0.49."""
+    task = make_task(make_head("eagle3", target), target, unroll_from=0.4)
+    rows = [[length - 2 - step for length in (9, 14, 11)] for step in range(3)]
+    once, unrolled = sum(rows[0]), sum(0.7**step * sum(row) for step, row in enumerate(rows))
+    counted = [sum(batch.counts["tokens"] for batch in task.prepare(step)) for step in range(6)]
+    assert counted == pytest.approx([once] * 3 + [unrolled] * 3)
+
+
 def plain_sums(task: DrafterTask, drafter: Drafter, target: TargetModel) -> tuple[Tensor, Tensor]:
     """(token sum, node sum) of step 0, every row and node by itself; the layout is the drafter's own."""
     loss, sampling = task._loss, task._loss.samplings[0]
