@@ -65,7 +65,7 @@ def test_every_shipped_set_loads_has_unique_ids_and_says_what_it_is():
     assert all(len(p.turns) == 2 for p in load_prompts("mt_bench"))
 
 
-@pytest.mark.parametrize("name", ["smollm2-135m", "smollm2-135m-large"])
+@pytest.mark.parametrize("name", ["smollm2-135m", "smollm2-135m-large", "smollm2-135m-greedy"])
 def test_the_committed_conversations_are_usable_and_say_who_wrote_them(name):
     found, refused = load_set(f"data/conversations/{name}.jsonl")
     assert len(found) >= 500 and not refused and len({one.prompt_key for one in found}) == len(found)
