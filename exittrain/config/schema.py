@@ -229,7 +229,7 @@ class EvalSection(Section):
     temperatures: list[Annotated[float, Field(ge=0)]] = [1.0]
     max_new_tokens: Positive = 64
     decode: bool = True  # False: coverage only
-    contexts: Positive | None = None  # coverage on this many anchors a task (held-out data is one), exact, without decoding
+    contexts: Positive | None = None  # coverage at this many anchors of each task (held-out data is one), no decoding
     oracle: bool = True
     speed: bool = True  # time plain decoding of the same target beside it
     bootstrap: Positive = 2000
