@@ -48,9 +48,8 @@ def test_a_draft_vocabulary_and_other_parts_of_a_head_do(tiny_corpus: Path, chan
 
 def test_steps_before_a_head_unrolls_do(tiny_corpus: Path) -> None:
     """Runs from before there were any keep their keys."""
-    assert (
-        "unroll_from" not in key_parts(StageContext(recipe_of(tiny_corpus, *HEAD), RunFolder("x")), "warmup")["section"]
-    )
+    context = StageContext(recipe_of(tiny_corpus, *HEAD), RunFolder("x"))
+    assert "unroll_from" not in key_parts(context, "warmup")["section"]
     assert key(tiny_corpus, "warmup", *HEAD) != key(tiny_corpus, "warmup", *HEAD, "warmup.unroll_from=0.5")
 
 
