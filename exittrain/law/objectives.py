@@ -74,13 +74,15 @@ def get_objective(name: str) -> Objective:
 
 
 def node_terms(
-    name: str, trees: TreeBatch, law: ExitLaw, normaliser: str = "anchors", depth_limit: int | None = None
-) -> NodeTerms:
+    name: str, trees: TreeBatch, law: ExitLaw, normaliser: str = "anchors", depth_limit: int | None = None,
+    num_nodes: int | None = None,
+) -> NodeTerms:  # fmt: skip
     """The weights of one objective on a batch of trees and their exit law [B, M].
 
     normaliser: "nodes" (number of drafted nodes, as published), "weights" (sum of the weights), "anchors" (number of
     trees). depth_limit: the deepest level the builder may reach; leaves there mean "reached the end", not "missing",
-    and row objectives skip them. Raises InputError on an unknown name or normaliser.
+    and row objectives skip them. num_nodes: drafted nodes, where the trees given have lost those without a weight.
+    Raises InputError on an unknown name or normaliser.
     """
     objective = get_objective(name)
     weights = objective.weight(trees, law).detach().double()
@@ -92,7 +94,7 @@ def node_terms(
         counted = trees.valid if depth_limit is None else trees.valid & (trees.depths < depth_limit)
         edges, rows = nothing, torch.where(counted, weights, 0.0)
     denominators: dict[str, Callable[[], float]] = {
-        "nodes": lambda: float(drafted.sum()),
+        "nodes": lambda: float(drafted.sum() if num_nodes is None else num_nodes),
         "weights": lambda: float((rows + edges).sum()),
         "anchors": lambda: float(len(trees)),
     }

@@ -53,8 +53,17 @@ class CacheSession:
     @torch.no_grad()
     def expand(self, parent_slots: Tensor, token_ids: Tensor, valid: Tensor) -> Tensor:
         """Run one wave [R, W]; processed log-probabilities [R, W, V] of the token after each node (0 where padded)."""
+        rows = self.advance(parent_slots, token_ids, valid)
+        processed = process_logits(self._logits(rows[valid]), self._sampling)
+        logprobs = processed.new_zeros((*token_ids.shape, processed.shape[-1]))
+        logprobs[valid] = processed
+        return logprobs
+
+    @torch.no_grad()
+    def advance(self, parent_slots: Tensor, token_ids: Tensor, valid: Tensor) -> Tensor:
+        """Run one wave [R, W]; the states [R, W, H] at its nodes (those of padding say nothing)."""
         grid, cache = self._grid, self._cache
-        contexts, width = token_ids.shape
+        width = token_ids.shape[1]
         start, added = cache.num_columns, grid.width * width
         depths = self._depths.gather(1, parent_slots) + 1
         own = grid.place[:, None] * width + torch.arange(width, device=token_ids.device)  # [R, W] column in the wave
@@ -77,10 +86,14 @@ class CacheSession:
         rows = grid.gather(hidden.reshape(cache.num_rows, grid.width, width, -1))
         if self._recurrent:
             self._states = torch.cat([self._states, rows], dim=1)
-        processed = process_logits(self._logits(rows[valid]), self._sampling)
-        logprobs = processed.new_zeros((contexts, width, processed.shape[-1]))
-        logprobs[valid] = processed
-        return logprobs
+        return rows
+
+    def keep(self, contexts: Tensor) -> None:
+        """Go on with these contexts alone ([R] bool, or indices in their order); the cache stays as it is."""
+        self._grid = Grid(self._grid.rows[contexts], self._cache.num_rows)
+        self.root_tokens, self._anchors = self.root_tokens[contexts], self._anchors[contexts]
+        self._states, self._depths = self._states[contexts], self._depths[contexts]
+        self.columns, self._seen = self.columns[contexts], self._seen[contexts]
 
 
 def open_session(

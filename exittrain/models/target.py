@@ -6,6 +6,7 @@ Shapes: S sequences, R trees, N drafted nodes, M = N+1, L tokens of the longest 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from exittrain.law.sampling import Sampling, process_logits
 from exittrain.models.cache import TreeCache
 from exittrain.models.causal import CausalModel
 from exittrain.models.features import TargetStates
+from exittrain.models.greedy import Walk, walk_greedily
 from exittrain.models.grid import Grid, block_diagonal
 from exittrain.models.packed import pad_rows
 from exittrain.models.session import CacheSession, open_session, prefixes
@@ -143,12 +145,27 @@ class TargetModel(CausalModel):
         self, sequences: Sequence[Tensor], trees: TreeBatch, tree_sequence: Tensor, anchors: Tensor,
         max_tokens: int = 4096,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """As `tree_hidden`, with the whole sequences' states [S, L, H] (0 where padded) from the same forward."""
+        """As `tree_hidden`, with the whole sequences' states [S, L, H] (padding says nothing) from the same forward."""
         return self._hidden(sequences, trees, tree_sequence, anchors, max_tokens)
+
+    def greedy_hidden(
+        self, sequences: Sequence[Tensor], trees: TreeBatch, tree_sequence: Tensor, anchors: Tensor, wanted: Tensor,
+        max_tokens: int = 4096,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """`hidden_with_trees` for serving at temperature 0, where only the nodes on the target's argmax path count.
+
+        wanted [R, M] bool: nodes whose state is of use, with their ancestors. Returns (states [S, L, H] along the
+        sequences, states [R, M, H] at the wanted nodes of the paths, 0 elsewhere, path [R, M] bool: the root and every
+        node that the target's own continuation passes).
+        One forward a level, of the trees whose path goes on: a fraction of the nodes, whatever their number.
+        """
+        path = trees.valid & (trees.depths == 0)
+        run = partial(walk_greedily, wanted=wanted, path=path)
+        return *self._hidden(sequences, trees, tree_sequence, anchors, max_tokens, run), path
 
     @torch.no_grad()
     def sequence_hidden(self, sequences: Sequence[Tensor], max_tokens: int = 4096) -> Tensor:
-        """Hidden states [S, L, H] of sequences alone, right-padded with 0; no gradient."""
+        """Hidden states [S, L, H] of sequences alone, right-padded (padding says nothing); no gradient."""
         longest = max(len(sequence) for sequence in sequences)
         out: Tensor = self.embeddings.weight.new_zeros((len(sequences), longest, self.hidden_size))
         for group in _groups([len(sequence) for sequence in sequences], max_tokens):
@@ -158,8 +175,9 @@ class TargetModel(CausalModel):
 
     @torch.no_grad()
     def _hidden(
-        self, sequences: Sequence[Tensor], trees: TreeBatch, tree_sequence: Tensor, anchors: Tensor, max_tokens: int
-    ) -> tuple[Tensor, Tensor]:
+        self, sequences: Sequence[Tensor], trees: TreeBatch, tree_sequence: Tensor, anchors: Tensor, max_tokens: int,
+        walk: Walk | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         rows, anchors = tree_sequence.to(self.device), anchors.to(self.device)
         longest = max(len(sequence) for sequence in sequences)
         like = self.embeddings.weight.detach()
@@ -174,7 +192,10 @@ class TargetModel(CausalModel):
                 nodes[members, 0] = hidden[local, anchors[members]]
             members = torch.isin(rows, torch.tensor(group, device=rows.device)).nonzero()[:, 0]
             local_rows = torch.searchsorted(torch.tensor(group, device=rows.device), rows[members])
-            self._run_nodes(cache, trees, members, Grid(local_rows, len(group)), anchors, nodes, max_tokens)
+            if walk is not None:
+                walk(cache, trees, members, local_rows, anchors, nodes)
+            else:
+                self._run_nodes(cache, trees, members, Grid(local_rows, len(group)), anchors, nodes, max_tokens)
         return along, nodes
 
     def _run_nodes(

@@ -15,6 +15,7 @@ from typing import Any
 from exittrain.config.schema import ArmSection, OptimSection, Recipe
 from exittrain.errors import InputError
 from exittrain.law.objectives import get_objective
+from exittrain.law.sampling import Sampling
 from exittrain.models.features import CACHE_BYTES
 from exittrain.records.share import share_path
 from exittrain.runtime import ranks
@@ -30,7 +31,8 @@ CONTEXT_TOKENS = 8192  # the target runs at most so many columns at once (traini
 @dataclass(frozen=True)
 class Loop:
     """One training loop of a recipe. anchors: trees grown in each sequence; shards: they are stored, and scored where
-    the objective needs no more than their edges; unroll_from: part of the steps before an EAGLE head unrolls."""
+    the objective needs no more than their edges; unroll_from: part of the steps before an EAGLE head unrolls; greedy:
+    part of the steps at temperature 0, where no more of a tree is run than the target's path through it."""
 
     recipe: Recipe
     optim: OptimSection
@@ -42,6 +44,7 @@ class Loop:
     trained: ModelSize | None = None
     target: ModelSize | None = None
     unroll_from: float = 0.0
+    greedy: float = 0.0
 
     @classmethod
     def of_arm(
@@ -51,9 +54,12 @@ class Loop:
         assert train is not None  # it has the arm
         optim, on = train.model_copy(update={"steps": arm.steps or train.steps}), get_objective(arm.objective).on
         anchors = 0 if on == "nothing" else arm.anchors_per_sequence or train.anchors_per_sequence
+        temperature = recipe.sampling.temperature if arm.temperature is None else arm.temperature
+        several = temperature if isinstance(temperature, list) else [temperature]
+        greedy = sum(Sampling(one).greedy for one in several) / len(several)
         return cls(
             recipe, optim, num_sequences, train.token_loss, anchors, arm.source == "shards", on == "rows", drafter,
-            target,
+            target, greedy=greedy,
         )  # fmt: skip
 
     @property
@@ -64,6 +70,18 @@ class Loop:
     def nodes(self) -> int:
         """Tree nodes in one sequence, roots left out: they are part of it."""
         return self.anchors * self.recipe.tree.budget
+
+    @property
+    def scores_trees(self) -> bool:
+        """Whether the target is run on them."""
+        return bool(self.anchors) and not (self.shards and not self.on_rows)
+
+    @property
+    def mean_nodes(self) -> float:
+        """Tree nodes in one sequence that are run, averaged over the loop's steps."""
+        tree = self.recipe.tree
+        spared = self.greedy * max(0, tree.budget - tree.depth) if self.scores_trees else 0.0
+        return self.nodes - self.anchors * spared
 
     @property
     def trained_positions(self) -> int:
@@ -78,7 +96,9 @@ class Loop:
     @property
     def mean_positions(self) -> float:
         """The same, averaged over the loop's steps."""
-        return self.trained_positions - self.unroll_from * self.length * (self.recipe.drafter.unroll_steps - 1)
+        blocks = self.trained is not None and self.trained.head is not None and self.trained.head.kind == "block"
+        spared = 0.0 if blocks else self.nodes - self.mean_nodes
+        return self.trained_positions - spared - self.unroll_from * self.length * (self.recipe.drafter.unroll_steps - 1)
 
     @property
     def passes(self) -> int:
@@ -87,12 +107,12 @@ class Loop:
 
     @cached_property
     def target_tokens(self) -> int:
-        """Positions put through the target: the sequence and the nodes of its trees, each time.
+        """Positions put through the target: the sequence and the nodes of its trees that are run, each time.
 
         A head's features and the states beside them are computed once and kept, as far as they fit.
         """
-        scored = bool(self.anchors) and not (self.shards and not self.on_rows)
-        trees = self.passes * (self.length + self.nodes) if scored else 0
+        scored = self.scores_trees
+        trees = round(self.passes * (self.length + self.mean_nodes)) if scored else 0
         if self.trained is not None and self.trained.head is not None:
             return trees + self._computed_features() * self.length
         along = self.token_loss == "kl" and not scored  # else it comes from the same forward

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tiny_models import node_probs, random_tree, tiny_target
+from tiny_models import node_probs, plain_probs, random_tree, tiny_target
 
 from exittrain.errors import InputError
 from exittrain.law.sampling import Sampling, process_logits
@@ -128,3 +128,59 @@ def test_nan_weights_are_named():
     model.module.lm_head.weight.data[0] = torch.nan
     with pytest.raises(InputError, match="NaN"):
         model.score_trees([3, 4], [1], [DraftTree([4], [-1])])
+
+
+def argmax_tokens(model, context, count: int) -> list[int]:
+    tokens: list[int] = []
+    for _ in range(count):
+        tokens.append(int(plain_probs(model, context, tokens).argmax()))
+    return tokens
+
+
+def grafted(tree: DraftTree, tokens: list[int]) -> tuple[DraftTree, list[int]]:
+    """The tree with a path of these tokens, and that path's nodes from the root on."""
+    ids, parents, path = tree.token_ids.tolist(), tree.parents.tolist(), [0]
+    for token in tokens:
+        found = [i for i, parent in enumerate(parents) if parent == path[-1] and ids[i] == token]
+        if not found:
+            ids.append(token)
+            parents.append(path[-1])
+        path.append(found[0] if found else len(ids) - 1)
+    return DraftTree(ids, parents), path
+
+
+@pytest.mark.parametrize("max_tokens", [4096, 12])
+def test_the_argmax_path_alone_is_run(model, forest, max_tokens):
+    """Paths of 0 to 4 nodes in trees of other nodes, trees that end early, a path whose last node is not wanted."""
+    sequences, trees, rows, anchors = forest([12, 7, 12], [6, 5, 4, 3, 2, 1, 7, 0])
+    contexts = [sequences[row][: anchor + 1] for row, anchor in zip(rows, anchors, strict=True)]
+    made = [
+        grafted(tree, argmax_tokens(model, context, length))
+        for tree, context, length in zip(trees, contexts, [4, 0, 3, 1, 2, 0, 4, 0], strict=True)
+    ]
+    batch = TreeBatch.from_trees([tree for tree, _ in made])
+    wanted = batch.valid.clone()
+    wanted[0, made[0][1][-1]] = False
+    along, states, path = model.greedy_hidden(sequences, batch, rows, anchors, wanted, max_tokens)
+    expected_along, expected = model.hidden_with_trees(sequences, batch, rows, anchors)
+    for row, sequence in enumerate(sequences):
+        ours, theirs = along[row, : len(sequence)], expected_along[row, : len(sequence)]
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+    for r, (_, nodes) in enumerate(made):
+        assert path[r].nonzero().flatten().tolist() == sorted(nodes)
+    run = path & wanted
+    torch.testing.assert_close(states[run], expected[run], atol=1e-5, rtol=0)
+    assert not states[~run].any()
+
+
+def test_no_node_off_the_path_is_run(model, monkeypatch):
+    """Sixty nodes, two of them on the path: three tokens of the sequence, then one token a level."""
+    seen, forward = [], model.hidden
+    monkeypatch.setattr(model, "hidden", lambda ids, *rest: seen.append(tuple(ids.shape)) or forward(ids, *rest))
+    context = torch.tensor([3, 4, 5])
+    tree, _ = grafted(random_tree(5, 60, torch.Generator().manual_seed(1)), argmax_tokens(model, context, 2))
+    batch, nothing = TreeBatch.from_trees([tree]), torch.tensor([0])
+    seen.clear()
+    _, _, path = model.greedy_hidden([context], batch, nothing, torch.tensor([2]), batch.valid)
+    assert seen == [(1, 3)] + [(1, 1)] * (int(path.sum()) - 1)
+    assert int(path.sum()) >= 3

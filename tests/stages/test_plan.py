@@ -158,6 +158,18 @@ def test_target_tokens_of_a_language_model_as_drafter() -> None:
     assert rows["train/reach_kl"].target_tokens == 6 * 2 * (48 + 3 * 6)  # distributions are not stored
 
 
+@pytest.mark.parametrize(("temperature", "nodes"), [("0", 3.0), ("[1.0, 0.0]", 4.5), ("[1.0, 0.5]", 6.0)])
+def test_at_temperature_0_no_more_of_a_tree_is_run_than_a_path(temperature: str, nodes: float) -> None:
+    """A step there is cheaper for target and drafter; of a block drafter, which lays out depths, for the target."""
+    own = f"train.arms.reach_kl.temperature={temperature}"
+    arm = rows_of(own)["train/reach_kl"]
+    assert arm.target_tokens == 6 * 2 * (48 + 3 * nodes) and arm.num_tokens == 6 * 2 * (48 + 3 * (1 + nodes))
+    block = rows_of(*HEAD, own)["train/reach_kl"]
+    assert block.target_tokens == 12 * 48 + 6 * 2 * (48 + 3 * nodes) and block.num_tokens == 6 * 2 * (5 + 3) * 4
+    stored = rows_of("train.arms.exit.temperature=0")["train/exit"]  # whole trees come out of shards
+    assert (stored.target_tokens, stored.num_tokens) == (6 * 2 * 48, 6 * 2 * (48 + 3 * 7))
+
+
 HEAD = ("target.scratch.shape.num_layers=4", "drafter={kind: block, block_size: 4, num_layers: 1, block_anchors: 5}")
 
 

@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from exittrain.build.registry import drawn_by
-from exittrain.drafters.base import Drafter, Layout, TrainingInputs
+from exittrain.drafters.base import Drafter, TrainingInputs
 from exittrain.errors import InputError
 from exittrain.law.exit_law import batch_exit_law
-from exittrain.law.objectives import NodeTerms, get_objective, node_terms, weight_at
+from exittrain.law.objectives import get_objective, node_terms, weight_at
 from exittrain.law.sampling import Sampling
 from exittrain.law.seeding import generator_for
 from exittrain.models.target import TargetModel
 from exittrain.runtime.ranks import rank, world_size
-from exittrain.stages.training.drafter_loss import DrafterLoss, LossSettings, MicroBatch, NodeTargets
+from exittrain.stages.training.drafter_loss import DrafterLoss, LossSettings, MicroBatch
 from exittrain.stages.training.loop import Sums
-from exittrain.stages.training.scoring import Edges, score_edges, tree_edges
+from exittrain.stages.training.scored_trees import TARGET_TOKENS, ScoredTrees, TrainedTrees, score_trees
+from exittrain.stages.training.scoring import tree_edges
 from exittrain.stages.training.sequences import Plan, SequenceSet, batch_at, choose_anchors, micro_batches
 from exittrain.stages.training.settings import LoopSettings
 from exittrain.stages.training.trees import (
@@ -38,7 +39,6 @@ from exittrain.stages.training.trees import (
 )
 from exittrain.tree.batch import TreeBatch
 
-TARGET_TOKENS = 8192  # columns of one forward of the target
 TREE_FIELDS = ("token_ids", "parents", "depths", "valid", "draft_logprobs")
 
 
@@ -217,26 +217,21 @@ class DrafterTask:
         loss, target = self._loss, self._target
         sequences = [self._sequences.tokens[i] for i in indices]
         on_rows = get_objective(loss.objective).on == "rows"
-        edges = tree_edges(trees, trees.valid & (trees.depths < loss.depth_limit) if on_rows else None)
-        hidden, logits = None, None
         if stored_edges is not None and not on_rows:  # what the shards hold is enough
             along, features = self._along(sequences)
-            edge_logprobs = stored_edges
+            scored = ScoredTrees(trees, tree_edges(trees), stored_edges)
         else:
-            inputs = (sequences, edges.inner, tree_sequence, anchors, TARGET_TOKENS)
-            if self._drafter.feature_layers or loss.token_loss != "kl":
-                along, features = self._along(sequences)
-                at_nodes = target.tree_hidden(*inputs)
-            else:
-                (along, at_nodes), features = target.hidden_with_trees(*inputs), None
-            hidden = at_nodes.flatten(0, 1)[edges.places]
-            edge_logprobs, logits = score_edges(target.head, hidden, edges, sampling, target.vocab_size, keep=on_rows)
-        law = batch_exit_law(trees, edge_logprobs)
-        terms = node_terms(loss.objective, trees, law, loss.normaliser, loss.depth_limit)
+            apart = bool(self._drafter.feature_layers) or loss.token_loss != "kl"
+            limit = loss.depth_limit if on_rows else None
+            scored, along = score_trees(target, sequences, trees, tree_sequence, anchors, sampling, limit, not apart)
+            along, features = self._along(sequences) if apart else (along, None)
+        law, num_nodes = batch_exit_law(scored.trees, scored.edge_logprobs), int((trees.depths > 0).sum())
+        terms = node_terms(loss.objective, scored.trees, law, loss.normaliser, loss.depth_limit, num_nodes)
         counts = {"nodes": terms.denominator, "trees": float(len(trees)), "coverage": float(law.coverage.sum())}
-        masses = [torch.where(trees.depths == depth, law.exit, 0.0).sum() for depth in range(len(self._exit_masses))]
+        depths = scored.trees.depths
+        masses = [torch.where(depths == depth, law.exit, 0.0).sum() for depth in range(len(self._exit_masses))]
         counts |= dict(zip(self._exit_masses, torch.stack(masses).tolist(), strict=True))
-        made = TrainedTrees(edges, tree_sequence, anchors, terms, hidden, logits)
+        made = TrainedTrees(scored, tree_sequence, anchors, terms)
         return self._batch(indices, sequences, sampling, step, along, features, counts, made)
 
     def _along(self, sequences: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
@@ -259,8 +254,8 @@ class DrafterTask:
         )  # fmt: skip
         if trees is not None:
             given = replace(
-                given, trees=trees.edges.inner, tree_sequence=trees.tree_sequence, anchors=trees.anchors,
-                places=trees.edges.places,
+                given, trees=trees.scored.edges.inner, tree_sequence=trees.tree_sequence, anchors=trees.anchors,
+                places=trees.scored.edges.places,
             )  # fmt: skip
         layout = self._drafter.lay_out(given)
         wanted, target_of = torch.unique_consecutive(layout.target_rows, dim=0, return_inverse=True)
@@ -278,25 +273,3 @@ class DrafterTask:
             token_hidden=None if along is None else along[row, column],
             nodes=None if trees is None else trees.targets(layout),
         )
-
-
-@dataclass(frozen=True, eq=False)
-class TrainedTrees:
-    """A micro-batch's trees with the target's law, weighted. tree_sequence, anchors [R]: where they grow; hidden
-    [P, Ht], logits [P, V]: the target at `edges.rows`, as far as they are needed."""
-
-    edges: Edges
-    tree_sequence: Tensor
-    anchors: Tensor
-    terms: NodeTerms
-    hidden: Tensor | None
-    logits: Tensor | None
-
-    def targets(self, layout: Layout) -> NodeTargets:
-        """What the drafter's node states are compared with."""
-        edges, terms = self.edges, self.terms
-        if terms.row_loss is None:
-            weights = terms.edge_weights.float().flatten()[edges.nodes]
-            return NodeTargets(weights, state_of=layout.node_rows[edges.row_of], tokens=edges.tokens)
-        weights = terms.row_weights.float().flatten()[edges.rows]
-        return NodeTargets(weights, terms.row_loss, self.hidden if self.logits is None else None, self.logits)

@@ -73,7 +73,9 @@ def plain_sums(task: DrafterTask, drafter: Drafter, target: TargetModel) -> tupl
     loss, sampling = task._loss, task._loss.samplings[0]
     plan = task._plan(0)
     trees = task._trees_of(0) if loss.uses_trees else None
-    (batch,) = make_task(drafter, target, objective=loss.objective, normaliser=loss.normaliser).prepare(0)
+    (batch,) = make_task(
+        drafter, target, objective=loss.objective, normaliser=loss.normaliser, samplings=loss.samplings
+    ).prepare(0)
     token_states, node_states = drafter.states(batch.layout)
     columns = torch.arange(VOCAB) if drafter.draft_ids is None else drafter.draft_ids
     along = [target.head(target.hidden(task._sequences.tokens[i][None]))[0] for i in plan.indices]
@@ -98,6 +100,11 @@ def plain_sums(task: DrafterTask, drafter: Drafter, target: TargetModel) -> tupl
     wanted_nodes = (terms.row_weights > 0) | trees.has_children() if terms.row_loss else trees.has_children()
     if terms.row_loss:
         wanted_nodes = trees.valid & (trees.depths < loss.depth_limit)
+    if sampling.greedy:  # the path alone is laid out
+        passed = law.reach > 0
+        above = torch.zeros_like(passed)
+        above[(passed & (trees.depths > 0)).nonzero()[:, 0], trees.parents[passed & (trees.depths > 0)]] = True
+        wanted_nodes &= passed if terms.row_loss else above
     for p, (r, node) in enumerate(wanted_nodes.nonzero().tolist()):
         place[r, node] = node_states[batch.layout.node_rows[p]]
     for (r, node), state in place.items():
@@ -114,23 +121,24 @@ def plain_sums(task: DrafterTask, drafter: Drafter, target: TargetModel) -> tupl
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("objective", ["token", *TREES])
-@pytest.mark.parametrize("chunks", [False, True])
+@pytest.mark.parametrize(("chunks", "temperature"), [(False, 0.8), (True, 0.8), (False, 0.0)])
 def test_the_loss_is_the_plain_sum(
-    target: TargetModel, kind: str, objective: str, chunks: bool, monkeypatch: pytest.MonkeyPatch
+    target: TargetModel, kind: str, objective: str, chunks: bool, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Value and gradient; `chunks`: two rows at a time, logits computed again in the backward pass."""
+    settings = {"objective": objective, "samplings": (Sampling(temperature),)}
     if chunks:
         monkeypatch.setitem(scoring.CHUNK_BYTES, "cpu", 2 * 4 * VOCAB)
         monkeypatch.setattr(scoring, "KEEP_BYTES", 0)
         monkeypatch.setattr(losses_module, "KEEP_BYTES", 0)
     drafter = make_head(kind, target)
-    task = make_task(drafter, target, objective=objective)
+    task = make_task(drafter, target, **settings)
     (batch,) = task.prepare(0)
     loss, sums = task.module(batch, {"token": 0.7, "node": 1.3})
     loss.backward()
     found = {name: p.grad.clone() for name, p in drafter.module.named_parameters() if p.grad is not None}
     drafter.module.zero_grad()
-    token_sum, node_sum = plain_sums(make_task(drafter, target, objective=objective), drafter, target)
+    token_sum, node_sum = plain_sums(make_task(drafter, target, **settings), drafter, target)
     (0.7 * token_sum + 1.3 * node_sum).backward()
     assert float(sums["token_loss"]) == pytest.approx(float(token_sum.detach()), rel=1e-4)
     assert objective == "token" or float(sums["node_loss"]) == pytest.approx(

@@ -95,10 +95,11 @@ def trained_gradients(made, step: int) -> dict[str, torch.Tensor]:
     return seen
 
 
+@pytest.mark.parametrize("temperature", [0.8, 0.0])  # at 0 the target runs on its own path alone
 @pytest.mark.parametrize("objective", ["token", *TREES])
-def test_gradient_is_the_plain_one(make_task, target, chunking: str, objective: str) -> None:
+def test_gradient_is_the_plain_one(make_task, target, chunking: str, objective: str, temperature: float) -> None:
     normaliser = {"exit": "nodes", "reach_kl": "weights", "accept_lk": "nodes"}.get(objective, "anchors")
-    loss = {"objective": objective, "normaliser": normaliser, "weight": 0.7, "samplings": (Sampling(0.8),)}
+    loss = {"objective": objective, "normaliser": normaliser, "weight": 0.7, "samplings": (Sampling(temperature),)}
     made = make_task({"micro_batch_size": 2}, loss)
     expected = plain_gradients(made, target, step=1)
     found = trained_gradients(make_task({"micro_batch_size": 2}, loss), step=1)
