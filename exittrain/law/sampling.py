@@ -49,13 +49,9 @@ def log_weights(logits: Tensor, sampling: Sampling) -> Tensor:
     Float32 (float64 where the logits are). For callers that need one sum of their own over a row.
     """
     scores = logits if logits.dtype == torch.float64 else logits.float()
-    best = scores.amax(dim=-1, keepdim=True)
-    if not bool(torch.isfinite(best).all()):
-        raise InputError("logits hold NaN or infinity (or a row with no token left): the model's output is unusable")
     if sampling.greedy:
-        token = scores.argmax(dim=-1, keepdim=True)  # the first of equals
-        return torch.full_like(scores, -torch.inf).scatter(-1, token, 0.0)
-    scores = scores - best
+        return torch.full_like(scores, -torch.inf).scatter(-1, first_tokens(scores)[..., None], 0.0)
+    scores = scores - _best(scores)
     if sampling.temperature != 1:
         scores /= sampling.temperature
     if 0 < sampling.top_k < scores.shape[-1]:
@@ -64,6 +60,23 @@ def log_weights(logits: Tensor, sampling: Sampling) -> Tensor:
     if sampling.top_p < 1:
         scores = _nucleus(scores, sampling.top_p)
     return scores
+
+
+def first_tokens(logits: Tensor) -> Tensor:
+    """[...] int64: the token of the largest logit of each row [..., V], the first of equals; served at temperature 0.
+
+    Raises InputError as `process_logits` does.
+    """
+    _best(logits)
+    return logits.argmax(dim=-1)
+
+
+def _best(scores: Tensor) -> Tensor:
+    """[..., 1] the largest of each row; InputError unless it is finite."""
+    best = scores.amax(dim=-1, keepdim=True)
+    if not bool(torch.isfinite(best).all()):
+        raise InputError("logits hold NaN or infinity (or a row with no token left): the model's output is unusable")
+    return best
 
 
 def _nucleus(scores: Tensor, top_p: float) -> Tensor:
@@ -87,4 +100,5 @@ def process_logits(logits: Tensor, sampling: Sampling) -> Tensor:
     Greedy: 0 at the first argmax, -inf elsewhere. The input is not written to. NaN or +inf logits, or a row with no
     finite logit, raise InputError.
     """
-    return log_weights(logits, sampling).log_softmax(dim=-1)
+    weights = log_weights(logits, sampling)
+    return weights if sampling.greedy else weights.log_softmax(dim=-1)

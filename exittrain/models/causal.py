@@ -20,6 +20,8 @@ from exittrain.models.support import check_architecture, probe
 
 Self = TypeVar("Self", bound="CausalModel")
 
+HEAD_ROWS = 256  # rows through a head at once: beyond these, only memory grows
+
 # What a config holds that says nothing about the numbers: places, versions and how it was loaded.
 _NOT_IDENTITY = (
     "_name_or_path",

@@ -13,12 +13,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from exittrain.law.sampling import Sampling, process_logits
+from exittrain.errors import InputError
+from exittrain.law.sampling import Sampling, first_tokens
 from exittrain.models.cache import TreeCache
+from exittrain.models.causal import HEAD_ROWS
 from exittrain.models.session import CacheSession
 from exittrain.tree.batch import TreeBatch
-
-_GREEDY, _HEAD_ROWS = Sampling(temperature=0.0), 256
 
 
 class Walk(Protocol):
@@ -36,12 +36,13 @@ def walk_greedily(
     """Mark the nodes on the argmax path of trees `members` [R'] in path [R, M], and write the states of those that are
     `wanted` [R, M] into out [R, M, H], which holds the roots' already. rows [R']: their cache rows; anchors [R].
 
-    Raises InputError on logits that hold NaN or infinity.
+    A path is followed as far as its nodes are wanted. Raises InputError on logits that hold NaN or infinity, and on
+    siblings that repeat the path's token.
     """
     if not len(members):
         return
     roots = members.new_zeros(len(members))
-    session = CacheSession(cache, out[members, 0], trees.token_ids[members, 0], rows, anchors[members], _GREEDY)
+    session = CacheSession(cache, out[members, 0], trees.token_ids[members, 0], rows, anchors[members], Sampling(0.0))
     trees_left, nodes, states = members, roots, out[members, 0]
     for depth in range(trees.max_depth):
         child, found = _argmax_child(cache, trees, trees_left, nodes, states)
@@ -61,10 +62,9 @@ def _argmax_child(
     cache: TreeCache, trees: TreeBatch, members: Tensor, nodes: Tensor, states: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(the child [R'] of each tree's node that bears the target's first token, whether there is one)."""
-    first = torch.cat(
-        [process_logits(cache.model.head(part), _GREEDY).argmax(-1) for part in torch.split(states, _HEAD_ROWS)]
-    )
+    first = torch.cat([first_tokens(cache.model.head(part)) for part in torch.split(states, HEAD_ROWS)])
     drafted = trees.valid[members] & (trees.depths[members] > 0)
     bears = drafted & (trees.parents[members] == nodes[:, None]) & (trees.token_ids[members] == first[:, None])
-    found = bears.any(1)
-    return bears.to(torch.uint8).argmax(1), found
+    if bool((bears.sum(1) > 1).any()):
+        raise InputError("siblings of a tree repeat a token: its exits would not sum to 1")
+    return bears.to(torch.uint8).argmax(1), bears.any(1)

@@ -89,7 +89,7 @@ class CacheSession:
         return rows
 
     def keep(self, contexts: Tensor) -> None:
-        """Go on with these contexts alone ([R] bool, or indices in their order); the cache stays as it is."""
+        """Go on with these contexts [R] (bool) alone; the cache stays as it is."""
         self._grid = Grid(self._grid.rows[contexts], self._cache.num_rows)
         self.root_tokens, self._anchors = self.root_tokens[contexts], self._anchors[contexts]
         self._states, self._depths = self._states[contexts], self._depths[contexts]

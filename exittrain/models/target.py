@@ -15,7 +15,7 @@ from torch import Tensor
 from exittrain.errors import InputError
 from exittrain.law.sampling import Sampling, process_logits
 from exittrain.models.cache import TreeCache
-from exittrain.models.causal import CausalModel
+from exittrain.models.causal import HEAD_ROWS, CausalModel
 from exittrain.models.features import TargetStates
 from exittrain.models.greedy import Walk, walk_greedily
 from exittrain.models.grid import Grid, block_diagonal
@@ -24,9 +24,7 @@ from exittrain.models.session import CacheSession, open_session, prefixes
 from exittrain.tree.batch import TreeBatch
 from exittrain.tree.draft_tree import DraftTree, as_ids
 
-# Rows through the head at once, and nodes of one cache row run at once: beyond these, only memory and masked-out
-# attention grow.
-_HEAD_ROWS, _ROW_NODES = 256, 512
+_ROW_NODES = 512  # of one cache row, run at once: beyond these, only memory and masked-out attention grow
 
 
 class TargetModel(CausalModel):
@@ -108,7 +106,7 @@ class TargetModel(CausalModel):
     @torch.no_grad()
     def _logprobs(self, hidden: Tensor, sizes: list[int], sampling: Sampling) -> Iterator[Tensor]:
         """The first sizes[r] rows of hidden [R, M, H] through the head, several trees at a time: [sizes[r], V] each."""
-        step = max(1, _HEAD_ROWS // hidden.shape[1])
+        step = max(1, HEAD_ROWS // hidden.shape[1])
         for first in range(0, len(sizes), step):
             part = sizes[first : first + step]
             rows = torch.cat([hidden[first + index, :size] for index, size in enumerate(part)])
@@ -155,9 +153,12 @@ class TargetModel(CausalModel):
         """`hidden_with_trees` for serving at temperature 0, where only the nodes on the target's argmax path count.
 
         wanted [R, M] bool: nodes whose state is of use, with their ancestors. Returns (states [S, L, H] along the
-        sequences, states [R, M, H] at the wanted nodes of the paths, 0 elsewhere, path [R, M] bool: the root and every
-        node that the target's own continuation passes).
-        One forward a level, of the trees whose path goes on: a fraction of the nodes, whatever their number.
+        sequences; states [R, M, H] at the roots and the wanted nodes of the paths, 0 elsewhere; path [R, M] bool: the
+        root and every node that the target's own continuation passes, as far as the nodes above it are wanted).
+
+        One forward a level, of one node of each tree whose path goes on, all kept behind the cache: far fewer nodes, a
+        few more forwards. max_tokens bounds the sequences that are run together. Raises InputError on siblings that
+        repeat the path's token.
         """
         path = trees.valid & (trees.depths == 0)
         run = partial(walk_greedily, wanted=wanted, path=path)

@@ -25,7 +25,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 LOGIT_BYTES = 2 << 30  # of float32 logits held at once on a GPU: a chunk of rows, its logarithms and their gradients
 LAYER_NUMBERS = 34  # hidden-sized numbers that a trained layer keeps of a position for its backward pass
 FORWARD_NUMBERS = 20  # of one layer at work, where nothing is kept
-CONTEXT_TOKENS = 8192  # the target runs at most so many columns at once (training.drafter_task.TARGET_TOKENS)
+CONTEXT_TOKENS = 8192  # the target runs at most so many columns at once (training.labelled_trees.TARGET_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -136,8 +136,9 @@ class Loop:
         if self.trained is None or self.target is None:
             return None
         target = 2.0 * self.target.active_parameters * self.target_tokens / self.optim.steps
-        positions = self.optim.batch_size * self.mean_positions
-        return target + (6.0 + (2.0 if self.anchors else 0.0)) * self.trained.active_parameters * positions
+        drawn = self.trained_positions if self.anchors else 0  # of whole trees, however little of them is run later
+        passes = 6.0 * self.mean_positions + 2.0 * drawn
+        return target + passes * self.optim.batch_size * self.trained.active_parameters
 
     @property
     def memory_bytes(self) -> float | None:
@@ -155,7 +156,7 @@ class Loop:
 def matched_steps(own: Loop, other: Loop) -> int:
     """Steps of `own` that take as long as `other` does, by operations (positions where the sizes are unknown)."""
     mine, theirs = own.step_operations, other.step_operations
-    ratio = other.trained_positions / own.trained_positions if mine is None or theirs is None else theirs / mine
+    ratio = other.mean_positions / own.mean_positions if mine is None or theirs is None else theirs / mine
     return max(1, round(other.optim.steps * ratio))
 
 

@@ -173,6 +173,14 @@ def test_the_argmax_path_alone_is_run(model, forest, max_tokens):
     assert not states[~run].any()
 
 
+def test_siblings_that_repeat_the_path_s_token_are_refused(model):
+    context = torch.tensor([3, 4, 5])
+    (first,) = argmax_tokens(model, context, 1)
+    tree = TreeBatch.from_trees([DraftTree([5, first, first, 7], [-1, 0, 0, 2])])
+    with pytest.raises(InputError, match="siblings of a tree repeat a token"):
+        model.greedy_hidden([context], tree, torch.tensor([0]), torch.tensor([2]), tree.valid)
+
+
 def test_no_node_off_the_path_is_run(model, monkeypatch):
     """Sixty nodes, two of them on the path: three tokens of the sequence, then one token a level."""
     seen, forward = [], model.hidden

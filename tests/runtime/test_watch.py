@@ -47,7 +47,9 @@ def test_a_signal_to_any_rank_stops_all(tmp_path: Path, work: str, world: int, t
 
 
 @pytest.mark.parametrize(("work", "world", "killed"), [
-    ("all_wait_but_the_last", 2, 1), ("all_wait_but_the_last", 3, 0), ("nobody_talks", 2, 0), ("nobody_talks", 3, 1),
+    ("all_wait_but_the_last", 3, 0), ("nobody_talks", 3, 1),
+    pytest.param("all_wait_but_the_last", 2, 1, marks=pytest.mark.slow),
+    pytest.param("nobody_talks", 2, 0, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_killed_rank_is_named_and_all_end(tmp_path: Path, work: str, world: int, killed: int) -> None:
     """In a collective and in a loop that meets nobody; rank 0, in which the store lives, too (cases.md 81)."""
@@ -82,6 +84,7 @@ def test_one_that_wakes_after_the_limit_ends_too(tmp_path: Path) -> None:
     assert all("rank 1 on " in text for text in run.said()[::2])
 
 
+@pytest.mark.slow
 def test_without_the_watchdog_silence_is_no_alarm(tmp_path: Path) -> None:
     run = Run(tmp_path, "nobody_talks", EXITTRAIN_WATCHDOG_SECONDS="0").ready()
     run.send(1, signal.SIGKILL)

@@ -226,11 +226,15 @@ def is_tidy(folder: Path) -> bool:
     return not [path for path in folder.rglob("*") if path.name.startswith(".tmp-") or ".partial" in path.name]
 
 
+SLOW = pytest.mark.slow
+
 # Bytes that are left: less than the stage needs, and enough that it has begun to write.
 LEFT = {"target": 200_000, "data": 6_000, "warmup": 90_000, "collect": 24_000, "train": 120_000, "eval": 12_000}
 
 
-@pytest.mark.parametrize("stage", LEFT)
+@pytest.mark.parametrize(
+    "stage", [pytest.param(stage, marks=SLOW if stage in ("target", "warmup", "eval") else ()) for stage in LEFT]
+)
 def test_a_disk_that_fills_up_and_then_has_room(
     small: Path, tiny_run: Path, tiny_corpus: Path, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,13 +281,10 @@ def test_whole_shards_stay_and_are_not_made_again(
     assert len(after) == 3 and made.items() <= after.items()
 
 
-SLOW = pytest.mark.slow
-
-
 @pytest.mark.parametrize(
     ("stage", "write"),
     [
-        ("data", 1), ("collect", 4), ("eval", 4), pytest.param("data", 4, marks=SLOW),
+        ("data", 1), ("collect", 4), pytest.param("eval", 4, marks=SLOW), pytest.param("data", 4, marks=SLOW),
         pytest.param("collect", 1, marks=SLOW), pytest.param("collect", 6, marks=SLOW),
         pytest.param("eval", 1, marks=SLOW), *(pytest.param("train", n, marks=SLOW) for n in (1, 4, 9, 20)),
     ],

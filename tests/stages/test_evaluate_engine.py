@@ -81,7 +81,8 @@ def files(folder) -> dict[str, bytes]:
 def test_the_same_bytes_again_whatever_the_order_and_after_an_interruption(
     target, drafters, tmp_path, monkeypatch, capsys
 ):
-    run(target, drafters, tmp_path / "a")
+    settings = SETTINGS.model_copy(update={"speed": False})  # the clock has tests of its own
+    run(target, drafters, tmp_path / "a", settings)
     first = files(tmp_path / "a")
     Metrics.model_validate_json(first["metrics.json"])
 
@@ -97,18 +98,18 @@ def test_the_same_bytes_again_whatever_the_order_and_after_an_interruption(
 
     monkeypatch.setattr(decoding, "decode_cell", stops_after_two)
     with pytest.raises(Interrupted):
-        run(target, drafters, tmp_path / "b", stop=stop)
+        run(target, drafters, tmp_path / "b", settings, stop=stop)
     assert not (tmp_path / "b" / "out" / "metrics.json").exists()
     cells = sorted((tmp_path / "b" / "out" / "cells").iterdir())
     cells[0].write_text(cells[0].read_text()[:-40])  # a damaged cell is made again
     made.clear()
-    run(target, drafters, tmp_path / "b", stop=None)
+    run(target, drafters, tmp_path / "b", settings, stop=None)
     assert 30 <= len(made) <= 31  # of 4 batches x 2 drafters x 2 temperatures x 2 verifiers; 2 were whole
     assert files(tmp_path / "b") == first
     assert f"{cells[0]} is damaged" in capsys.readouterr().err
 
     reverse = dict(reversed(drafters.items()))
-    metrics = run(target, reverse, tmp_path / "c", control="far")
+    metrics = run(target, reverse, tmp_path / "c", settings, control="far")
     before = Metrics.model_validate_json(first["metrics.json"])
     for old, new in zip(before.decode, metrics.decode, strict=True):
         assert {r.drafter: r for r in old.drafters} == {r.drafter: r for r in new.drafters}

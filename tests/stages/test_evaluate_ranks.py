@@ -143,7 +143,7 @@ def stored(folder: Path) -> list[Path]:
     return sorted((folder / "cells").iterdir())
 
 
-@pytest.mark.parametrize("world", [2, 3, 80])
+@pytest.mark.parametrize("world", [2, 80, pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks_share_every_piece_once_and_leave_no_trace(
     target, entrants, alone, tmp_path, monkeypatch, made, world
 ) -> None:

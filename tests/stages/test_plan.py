@@ -47,6 +47,7 @@ SHAPE = {
     "vocab_size": 100,
 }
 TARGET = LlamaConfig(**{**SHAPE, "num_hidden_layers": 9}, num_key_value_heads=2, head_dim=6)
+DRAFTER = size_from_config(LlamaConfig(**SHAPE).to_dict())
 
 
 def count(module: nn.Module) -> int:
@@ -168,6 +169,21 @@ def test_at_temperature_0_no_more_of_a_tree_is_run_than_a_path(temperature: str,
     assert block.target_tokens == 12 * 48 + 6 * 2 * (48 + 3 * nodes) and block.num_tokens == 6 * 2 * (5 + 3) * 4
     stored = rows_of("train.arms.exit.temperature=0")["train/exit"]  # whole trees come out of shards
     assert (stored.target_tokens, stored.num_tokens) == (6 * 2 * 48, 6 * 2 * (48 + 3 * 7))
+
+
+def test_trees_are_drawn_whole_at_every_temperature() -> None:
+    """At 0 an equal-time control gets fewer steps, by the nodes that are not run, not by those that are not drawn."""
+    loops = []
+    for temperature in (1.0, 0.0):
+        recipe = load_recipe(TINY, [f"train.arms.reach_kl.temperature={temperature}"])
+        arm = recipe.train.arms["reach_kl"]
+        loops.append(costs.Loop.of_arm(recipe, arm, 32, DRAFTER, size_from_config(TARGET.to_dict())))
+    spared = 2 * 3 * (6 - 3)  # sequences, trees of each, nodes of each
+    expected = spared * (2.0 * loops[0].target.active_parameters + 6.0 * loops[0].trained.active_parameters)
+    assert loops[0].step_operations - loops[1].step_operations == pytest.approx(expected)
+    unknown = [costs.Loop.of_arm(loop.recipe, loop.recipe.train.arms["reach_kl"], 32, None, None) for loop in loops]
+    assert costs.matched_steps(loops[0], loops[0]) == 6 == costs.matched_steps(unknown[0], unknown[0])
+    assert costs.matched_steps(unknown[0], unknown[1]) == round(6 * (48 + 3 * 4) / (48 + 3 * 7))
 
 
 HEAD = ("target.scratch.shape.num_layers=4", "drafter={kind: block, block_size: 4, num_layers: 1, block_anchors: 5}")

@@ -24,8 +24,8 @@ from exittrain.law.seeding import generator_for
 from exittrain.models.target import TargetModel
 from exittrain.runtime.ranks import rank, world_size
 from exittrain.stages.training.drafter_loss import DrafterLoss, LossSettings, MicroBatch
+from exittrain.stages.training.labelled_trees import TARGET_TOKENS, LabelledTrees, TrainedTrees, label_trees
 from exittrain.stages.training.loop import Sums
-from exittrain.stages.training.scored_trees import TARGET_TOKENS, ScoredTrees, TrainedTrees, score_trees
 from exittrain.stages.training.scoring import tree_edges
 from exittrain.stages.training.sequences import Plan, SequenceSet, batch_at, choose_anchors, micro_batches
 from exittrain.stages.training.settings import LoopSettings
@@ -219,19 +219,19 @@ class DrafterTask:
         on_rows = get_objective(loss.objective).on == "rows"
         if stored_edges is not None and not on_rows:  # what the shards hold is enough
             along, features = self._along(sequences)
-            scored = ScoredTrees(trees, tree_edges(trees), stored_edges)
+            labelled = LabelledTrees(trees, tree_edges(trees), stored_edges)
         else:
             apart = bool(self._drafter.feature_layers) or loss.token_loss != "kl"
             limit = loss.depth_limit if on_rows else None
-            scored, along = score_trees(target, sequences, trees, tree_sequence, anchors, sampling, limit, not apart)
+            labelled, along = label_trees(target, sequences, trees, tree_sequence, anchors, sampling, limit, not apart)
             along, features = self._along(sequences) if apart else (along, None)
-        law, num_nodes = batch_exit_law(scored.trees, scored.edge_logprobs), int((trees.depths > 0).sum())
-        terms = node_terms(loss.objective, scored.trees, law, loss.normaliser, loss.depth_limit, num_nodes)
+        law, num_nodes = batch_exit_law(labelled.trees, labelled.edge_logprobs), int((trees.depths > 0).sum())
+        terms = node_terms(loss.objective, labelled.trees, law, loss.normaliser, loss.depth_limit, num_nodes)
         counts = {"nodes": terms.denominator, "trees": float(len(trees)), "coverage": float(law.coverage.sum())}
-        depths = scored.trees.depths
+        depths = labelled.trees.depths
         masses = [torch.where(depths == depth, law.exit, 0.0).sum() for depth in range(len(self._exit_masses))]
         counts |= dict(zip(self._exit_masses, torch.stack(masses).tolist(), strict=True))
-        made = TrainedTrees(scored, tree_sequence, anchors, terms)
+        made = TrainedTrees(labelled, tree_sequence, anchors, terms)
         return self._batch(indices, sequences, sampling, step, along, features, counts, made)
 
     def _along(self, sequences: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
@@ -254,8 +254,8 @@ class DrafterTask:
         )  # fmt: skip
         if trees is not None:
             given = replace(
-                given, trees=trees.scored.edges.inner, tree_sequence=trees.tree_sequence, anchors=trees.anchors,
-                places=trees.scored.edges.places,
+                given, trees=trees.labelled.edges.inner, tree_sequence=trees.tree_sequence, anchors=trees.anchors,
+                places=trees.labelled.edges.places,
             )  # fmt: skip
         layout = self._drafter.lay_out(given)
         wanted, target_of = torch.unique_consecutive(layout.target_rows, dim=0, return_inverse=True)

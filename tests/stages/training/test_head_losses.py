@@ -21,8 +21,8 @@ from exittrain.law.losses import ROW_LOSSES, draft_logprobs, target_logprobs
 from exittrain.law.objectives import OBJECTIVES, node_terms
 from exittrain.law.sampling import Sampling, process_logits
 from exittrain.models.target import TargetModel
+from exittrain.stages.training import labelled_trees, scoring
 from exittrain.stages.training import losses as losses_module
-from exittrain.stages.training import scoring
 from exittrain.stages.training.drafter_loss import LossSettings
 from exittrain.stages.training.drafter_task import DrafterTask
 from exittrain.stages.training.loop import Trainer
@@ -148,6 +148,48 @@ def test_the_loss_is_the_plain_sum(
     for name, parameter in drafter.module.named_parameters():
         if parameter.grad is not None:
             torch.testing.assert_close(found[name], parameter.grad, rtol=2e-3, atol=2e-5)
+
+
+def own_text(target: TargetModel) -> SequenceSet:
+    """Three sequences of the target's own at temperature 0, after two tokens each."""
+    rows = []
+    for i in range(3):
+        tokens = [3 * i + 2, 5 * i + 4]
+        while len(tokens) < 14:
+            tokens.append(int(target.head(target.hidden(torch.tensor([tokens])))[0, -1].argmax()))
+        rows.append({"sequence_id": f"s{i}", "token_ids": tokens, "loss_mask": [0] * 2 + [1] * 12})
+    return SequenceSet.from_rows(rows)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("objective", "normaliser"),
+    [("reach", "nodes"), ("exit", "weights"), ("reach_kl", "weights"), ("accept_lk", "nodes")],
+)
+def test_paths_alone_weigh_as_whole_trees_do(
+    target: TargetModel, kind: str, objective: str, normaliser: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At temperature 0, in trees so wide that paths go two levels down: counts, sums and gradients."""
+    settings = LoopSettings(steps=6, batch_size=3, micro_batch_size=3, lr=1e-2)
+    loss = LossSettings(
+        objective, normaliser=normaliser, anchors_per_sequence=8, samplings=(Sampling(0.0),), builder="beam",
+        shape=TreeShape(budget=200, depth=3, width=16),
+    )  # fmt: skip
+    found = []
+    for label in (labelled_trees._along_paths, labelled_trees._at_all_nodes):
+        monkeypatch.setattr(labelled_trees, "_along_paths", label)
+        drafter = make_head(kind, target)
+        task = DrafterTask(drafter, target, own_text(target), settings, loss)
+        (batch,) = task.prepare(0)
+        value, sums = task.module(batch, {"token": 0.0, "node": 1.3})
+        value.backward()
+        gradients = {name: p.grad for name, p in drafter.module.named_parameters() if p.grad is not None}
+        found.append((batch.counts, float(sums["node_loss"]), gradients, len(batch.layout.node_rows)))
+    (counts, value, gradients, rows), (whole_counts, whole_value, whole_gradients, whole_rows) = found
+    assert counts == pytest.approx(whole_counts, rel=1e-6) and counts["exit_mass/depth_2"] > 0
+    assert value == pytest.approx(whole_value, rel=1e-4) and rows < whole_rows / 10
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, whole_gradients[name], rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -140,7 +140,9 @@ def test_a_damaged_checkpoint_is_not_used(saved: Path, name: str, damage: str, c
         assert "step-000006" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("moment", range(8))
+@pytest.mark.parametrize(
+    "moment", [pytest.param(moment, marks=() if moment in (0, 3, 7) else pytest.mark.slow) for moment in range(8)]
+)
 def test_killed_while_saving(make_task: Callable, tmp_path: Path, moment: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever the save dies, the checkpoint before (or this one, whole) is what a resumed run takes (cases.md 78)."""
     folder = tmp_path / "arm"

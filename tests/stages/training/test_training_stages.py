@@ -285,7 +285,7 @@ def test_done_arms_are_not_trained_again(copied: StageContext, monkeypatch: pyte
     run_train(copied)
 
 
-@pytest.mark.parametrize("builder", ["sampled_iid", "sampled_wor"])
+@pytest.mark.parametrize("builder", ["sampled_wor", pytest.param("sampled_iid", marks=pytest.mark.slow)])
 def test_sampled_trees_are_collected_and_trained_on(
     finished: StageContext, corpus: Path, tmp_path: Path, builder: str
 ) -> None:
