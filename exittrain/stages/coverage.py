@@ -15,6 +15,7 @@ from torch import Tensor
 from exittrain.build.base import TreeShape
 from exittrain.law.exit_law import ExitLaw, batch_exit_law
 from exittrain.law.sampling import Sampling
+from exittrain.stages.training.labelled_trees import label_trees
 from exittrain.stages.training.scoring import Edges, score_edges, tree_edges
 from exittrain.stages.training.trees import anchor_groups, group_inputs, grow_merged, max_trees
 from exittrain.tree.batch import TreeBatch
@@ -64,7 +65,8 @@ def coverage_of(
     progress: Callable[[int], None] | None = None,
     generators: Sequence[torch.Generator] | None = None,
 ) -> Coverage:
-    """Draw the drafter's tree at every anchor and score it with the target behind its full context.
+    """Draw the drafter's tree at every anchor and score it with the target behind its full context (at temperature 0
+    along the target's own path alone).
 
     sequences: S 1-D token tensors; tree_sequence [R]: which sequence; anchors [R]: position of the root in it.
     `progress` is told how many anchors each finished group had. generators: one an anchor, for sampled builders.
@@ -73,12 +75,13 @@ def coverage_of(
     coverage, num_nodes = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.int64)
     depth_reach = torch.zeros(count, shape.depth, dtype=torch.float64)
     for rows in anchor_groups([len(s) for s in sequences], tree_sequence, max_trees(target.vocab_size, shape)):
-        scored = draw_and_score(
-            target, drafter, sequences, tree_sequence, anchors, rows, shape, sampling, builder, generators=generators
-        )
-        coverage[rows] = scored.law.coverage.cpu()
-        depth_reach[rows] = reach_by_depth(scored.trees, scored.law.reach, shape.depth).cpu()
-        num_nodes[rows] = scored.trees.valid.sum(1).cpu() - 1
+        inputs = group_inputs(sequences, tree_sequence, anchors, rows)
+        trees = grow_merged(drafter.session(*inputs, sampling), shape, builder, generators, rows)
+        labelled, _ = label_trees(target, inputs[0], trees, *inputs[1:], sampling, None, whole=False)
+        law = batch_exit_law(labelled.trees, labelled.edge_logprobs)
+        coverage[rows] = law.coverage.cpu()
+        depth_reach[rows] = reach_by_depth(labelled.trees, law.reach, shape.depth).cpu()
+        num_nodes[rows] = trees.valid.sum(1).cpu() - 1
         if progress is not None:
             progress(rows.numel())
     return Coverage(tree_sequence, anchors, coverage, depth_reach, num_nodes)

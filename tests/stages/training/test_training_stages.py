@@ -25,7 +25,7 @@ from exittrain.stages import collect as collect_module
 from exittrain.stages import disk
 from exittrain.stages import train as train_module
 from exittrain.stages.context import StageContext
-from exittrain.stages.coverage import coverage_of
+from exittrain.stages.coverage import coverage_of, draw_and_score, reach_by_depth
 from exittrain.stages.data import run_data
 from exittrain.stages.evaluation.contexts import grow_scored
 from exittrain.stages.run import run_stage, run_stages
@@ -372,6 +372,22 @@ def test_coverage_depends_on_no_neighbour(finished: StageContext) -> None:
             finished.shape, Sampling(),
         )  # fmt: skip
         assert alone.coverage[0] == pytest.approx(float(measured.coverage[i]), abs=1e-5)
+
+
+def test_coverage_at_temperature_0_is_that_of_whole_trees(finished: StageContext) -> None:
+    """Its own text, where the target's path is long: measured along it alone, and on every node."""
+    target, shape, sampling = finished.target(), finished.shape, Sampling(0.0)
+    drafter = finished.drafter(warm_drafter(finished))
+    tokens = training_sequences(finished, target).tokens[0][:4]
+    for _ in range(16):
+        tokens = torch.cat([tokens, target.head(target.hidden(tokens[None]))[0, -1:].argmax(-1)])
+    anchors = torch.arange(3, 15)
+    inputs = (target, drafter, [tokens], torch.zeros_like(anchors), anchors)
+    measured = coverage_of(*inputs, shape, sampling)
+    whole = draw_and_score(*inputs, torch.arange(len(anchors)), shape, sampling)
+    assert measured.coverage.tolist() == whole.law.coverage.tolist() and measured.coverage.max() >= 2
+    assert measured.num_nodes.tolist() == (whole.trees.valid.sum(1) - 1).tolist()
+    assert torch.equal(measured.depth_reach, reach_by_depth(whole.trees, whole.law.reach, shape.depth))
 
 
 def test_first_drafters(finished: StageContext) -> None:
