@@ -103,6 +103,11 @@ class CausalModel:
         return self.module.get_output_embeddings()
 
     @property
+    def is_offloaded(self) -> bool:
+        """Whether layers lie in host memory or on disk and are brought in for every forward, which is then dear."""
+        return any(parameter.device.type == "meta" for parameter in self.module.parameters())
+
+    @property
     def vocab_size(self) -> int:
         """Columns of the logits, padding rows of the vocabulary included."""
         return int(self.config.vocab_size)

@@ -46,13 +46,15 @@ def label_trees(
 
     Returns the labelled trees and the target's states [S, L, Ht] along the sequences. At temperature 0 the trees come
     back as the target's argmax path through each: the other nodes are reached by no continuation, so no objective gives
-    them a weight, and they are never run. Raises InputError on a tree deeper than the limit, or whose siblings repeat a
-    token.
+    them a weight, and they are never run (unless layers are brought in for every forward: a path takes several).
+
+    Raises:
+        InputError: a tree deeper than the limit, or one whose siblings repeat a token.
     """
     if depth_limit is not None and trees.max_depth > depth_limit:
         raise InputError(f"a tree has {trees.max_depth} levels, the recipe's have {depth_limit}: collect again")
     read = sequences if whole else prefixes(sequences, tree_sequence, anchors)
-    label = _along_paths if sampling.greedy else _at_all_nodes
+    label = _along_paths if sampling.greedy and not target.is_offloaded else _at_all_nodes
     return label(target, read, trees, tree_sequence, anchors, sampling, depth_limit)
 
 

@@ -192,6 +192,18 @@ def test_paths_alone_weigh_as_whole_trees_do(
         torch.testing.assert_close(gradient, whole_gradients[name], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_a_target_whose_layers_are_brought_in_is_run_once(
+    target: TargetModel, offloaded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path takes a forward a level: more than it saves where each has to bring the weights in."""
+    monkeypatch.setattr(TargetModel, "is_offloaded", offloaded)
+    task = make_task(make_head("block", target), target, objective="reach_kl", samplings=(Sampling(0.0),))
+    (batch,) = task.prepare(0)
+    trees = batch.counts["trees"]
+    assert len(batch.layout.node_rows) > 3 * trees if offloaded else len(batch.layout.node_rows) < 2 * trees
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_splitting_a_batch_changes_nothing(target: TargetModel, kind: str) -> None:
     """The places a sequence is trained at are its own, whatever lies beside it."""
