@@ -176,7 +176,7 @@ def test_the_argmax_path_alone_is_run(model, forest, max_tokens):
 def test_siblings_that_repeat_the_path_s_token_are_refused(model):
     context = torch.tensor([3, 4, 5])
     (first,) = argmax_tokens(model, context, 1)
-    tree = TreeBatch.from_trees([DraftTree([5, first, first, 7], [-1, 0, 0, 2])])
+    tree = TreeBatch.from_trees([DraftTree([5, first, first, 7], [-1, 0, 0, 2], "iid")])
     with pytest.raises(InputError, match="siblings of a tree repeat a token"):
         model.greedy_hidden([context], tree, torch.tensor([0]), torch.tensor([2]), tree.valid)
 
