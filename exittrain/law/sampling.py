@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -41,6 +41,12 @@ class Sampling:
     def for_drafting(self) -> Sampling:
         """What a drafter ranks its tokens by: the serving settings, or plain probabilities when serving is greedy."""
         return Sampling() if self.greedy else self
+
+
+def training_samplings(serving: Sampling, temperature: float | list[float] | None) -> tuple[Sampling, ...]:
+    """What training steps take turns in: the serving settings, at other temperatures where the recipe gives some."""
+    several = temperature if isinstance(temperature, list) else [temperature]
+    return tuple(serving if one is None else replace(serving, temperature=one) for one in several)
 
 
 def log_weights(logits: Tensor, sampling: Sampling) -> Tensor:

@@ -41,9 +41,8 @@ def walk_greedily(
     """
     if not len(members):
         return
-    roots = members.new_zeros(len(members))
-    session = CacheSession(cache, out[members, 0], trees.token_ids[members, 0], rows, anchors[members], Sampling(0.0))
-    trees_left, nodes, states = members, roots, out[members, 0]
+    trees_left, nodes, states = members, torch.zeros_like(members), out[members, 0]
+    session = CacheSession(cache, states, trees.token_ids[members, 0], rows, anchors[members], Sampling(0.0))
     for depth in range(trees.max_depth):
         child, found = _argmax_child(cache, trees, trees_left, nodes, states)
         path[trees_left[found], child[found]] = True
@@ -63,7 +62,7 @@ def _argmax_child(
 ) -> tuple[Tensor, Tensor]:
     """(the child [R'] of each tree's node that bears the target's first token, whether there is one)."""
     first = torch.cat([first_tokens(cache.model.head(part)) for part in torch.split(states, HEAD_ROWS)])
-    drafted = trees.valid[members] & (trees.depths[members] > 0)
+    drafted = trees.depths[members] > 0
     bears = drafted & (trees.parents[members] == nodes[:, None]) & (trees.token_ids[members] == first[:, None])
     if bool((bears.sum(1) > 1).any()):
         raise InputError("siblings of a tree repeat a token: its exits would not sum to 1")

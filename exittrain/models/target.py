@@ -177,8 +177,9 @@ class TargetModel(CausalModel):
     @torch.no_grad()
     def _hidden(
         self, sequences: Sequence[Tensor], trees: TreeBatch, tree_sequence: Tensor, anchors: Tensor, max_tokens: int,
-        walk: Walk | None = None,
+        run: Walk | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        run = run or partial(self._run_nodes, max_tokens=max_tokens)
         rows, anchors = tree_sequence.to(self.device), anchors.to(self.device)
         longest = max(len(sequence) for sequence in sequences)
         like = self.embeddings.weight.detach()
@@ -193,20 +194,18 @@ class TargetModel(CausalModel):
                 nodes[members, 0] = hidden[local, anchors[members]]
             members = torch.isin(rows, torch.tensor(group, device=rows.device)).nonzero()[:, 0]
             local_rows = torch.searchsorted(torch.tensor(group, device=rows.device), rows[members])
-            if walk is not None:
-                walk(cache, trees, members, local_rows, anchors, nodes)
-            else:
-                self._run_nodes(cache, trees, members, Grid(local_rows, len(group)), anchors, nodes, max_tokens)
+            run(cache, trees, members, local_rows, anchors, nodes)
         return along, nodes
 
     def _run_nodes(
-        self, cache: TreeCache, trees: TreeBatch, members: Tensor, grid: Grid, anchors: Tensor, out: Tensor,
+        self, cache: TreeCache, trees: TreeBatch, members: Tensor, rows: Tensor, anchors: Tensor, out: Tensor,
         max_tokens: int,
     ) -> None:  # fmt: skip
-        """Run the drafted nodes of trees `members` behind the cache, some places of the grid at a time."""
+        """Run the drafted nodes of trees `members` behind the cache, some trees of each of their `rows` at a time."""
         num_nodes, context = trees.token_ids.shape[1] - 1, cache.num_columns
         if num_nodes == 0 or not len(members):
             return
+        grid = Grid(rows, cache.num_rows)
         step = max(1, min(max_tokens // cache.num_rows, _ROW_NODES) // num_nodes)
         for first in range(0, grid.width, step):
             chosen = (grid.place >= first) & (grid.place < first + step)

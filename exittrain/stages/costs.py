@@ -15,7 +15,7 @@ from typing import Any
 from exittrain.config.schema import ArmSection, OptimSection, Recipe
 from exittrain.errors import InputError
 from exittrain.law.objectives import get_objective
-from exittrain.law.sampling import Sampling
+from exittrain.law.sampling import Sampling, training_samplings
 from exittrain.models.features import CACHE_BYTES
 from exittrain.records.share import share_path
 from exittrain.runtime import ranks
@@ -54,9 +54,8 @@ class Loop:
         assert train is not None  # it has the arm
         optim, on = train.model_copy(update={"steps": arm.steps or train.steps}), get_objective(arm.objective).on
         anchors = 0 if on == "nothing" else arm.anchors_per_sequence or train.anchors_per_sequence
-        temperature = recipe.sampling.temperature if arm.temperature is None else arm.temperature
-        several = temperature if isinstance(temperature, list) else [temperature]
-        greedy = sum(Sampling(one).greedy for one in several) / len(several)
+        samplings = training_samplings(Sampling(recipe.sampling.temperature), arm.temperature)
+        greedy = sum(sampling.greedy for sampling in samplings) / len(samplings)
         return cls(
             recipe, optim, num_sequences, train.token_loss, anchors, arm.source == "shards", on == "rows", drafter,
             target, greedy=greedy,

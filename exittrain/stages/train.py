@@ -13,6 +13,7 @@ from exittrain.drafters.base import Drafter
 from exittrain.drafters.causal import CausalDrafter
 from exittrain.drafters.load import load_drafter
 from exittrain.errors import InputError
+from exittrain.law.sampling import training_samplings
 from exittrain.law.seeding import generator_for, seed_for
 from exittrain.models.target import TargetModel
 from exittrain.records.files import read_json, write_json
@@ -33,7 +34,6 @@ from exittrain.stages.warmup import (
     engine_config,
     held_out_of,
     start_stage,
-    training_samplings,
     training_sequences,
     warm_drafter,
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ from exittrain.drafters.layers import copy_layers
 from exittrain.drafters.load import load_drafter
 from exittrain.drafters.scratch import make_causal_lm
 from exittrain.errors import InputError
-from exittrain.law.sampling import Sampling
+from exittrain.law.sampling import training_samplings
 from exittrain.law.seeding import seed_for
 from exittrain.models.target import TargetModel
 from exittrain.records.files import read_json
@@ -136,12 +135,6 @@ def training_sequences(context: StageContext, target: TargetModel) -> SequenceSe
     if sequences.num_dropped:
         say(f"{sequences.num_dropped} training sequences have no trained token and are left out")
     return sequences
-
-
-def training_samplings(serving: Sampling, temperature: float | list[float] | None) -> tuple[Sampling, ...]:
-    """What the steps take turns in: the serving settings, at other temperatures where the recipe gives some."""
-    several = temperature if isinstance(temperature, list) else [temperature]
-    return tuple(serving if one is None else replace(serving, temperature=one) for one in several)
 
 
 def held_out_of(context: StageContext, target: TargetModel) -> HeldOut | None:

@@ -103,7 +103,8 @@ def plain_sums(task: DrafterTask, drafter: Drafter, target: TargetModel) -> tupl
     if sampling.greedy:  # the path alone is laid out
         passed = law.reach > 0
         above = torch.zeros_like(passed)
-        above[(passed & (trees.depths > 0)).nonzero()[:, 0], trees.parents[passed & (trees.depths > 0)]] = True
+        tree, node = (passed & (trees.depths > 0)).nonzero(as_tuple=True)
+        above[tree, trees.parents[tree, node]] = True
         wanted_nodes &= passed if terms.row_loss else above
     for p, (r, node) in enumerate(wanted_nodes.nonzero().tolist()):
         place[r, node] = node_states[batch.layout.node_rows[p]]
