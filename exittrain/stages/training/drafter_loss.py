@@ -159,8 +159,9 @@ class DrafterLoss(nn.Module):
         return RowHead(self._drafter.head, self._drafter.vocab_size, self._drafter.draft_ids)
 
     def _target_logits(self, hidden: Tensor) -> Callable[[int, int], Tensor]:
+        # Autocast is for what is trained: labels are the target's in its own precision, or close calls would be ties.
         def rows(start: int, stop: int) -> Tensor:
-            with torch.no_grad():
+            with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
                 return self._target.head(hidden[start:stop])
 
         return rows

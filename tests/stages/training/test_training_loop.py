@@ -16,6 +16,7 @@ from tiny_training import make_rows
 from exittrain.build.base import TreeShape
 from exittrain.errors import InputError, Interrupted
 from exittrain.law.sampling import Sampling
+from exittrain.models.target import TargetModel
 from exittrain.records.files import read_json, write_json
 from exittrain.runtime.signals import StopFlag
 from exittrain.runtime.tracker import Tracker, read_metrics
@@ -349,3 +350,20 @@ def test_autocast_keeps_float32_weights(make_task: Callable) -> None:
         losses[config] = sums["token_loss"] / totals["tokens"]
         assert {p.dtype for p in parameters(made).values()} == {torch.float32} and trainer.engine.plain
     assert losses["zero0"] != losses["zero0-autocast"] == pytest.approx(losses["zero0"], rel=0.02)
+
+
+def test_autocast_leaves_the_labels_alone(
+    make_task: Callable, target: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target's own logits, not rounded to half precision: near ties would change its argmax."""
+    made = make_task(None, TREE_LOSS)
+    trainer, head, labels = Trainer(made.task, made.settings, deepspeed_config("zero0-autocast")), target.head, []
+
+    def kept(hidden: torch.Tensor) -> torch.Tensor:
+        labels.append((hidden, head(hidden)))
+        return labels[-1][1]
+
+    monkeypatch.setattr(target, "head", kept)
+    trainer.step(0)
+    trainer.engine.close()
+    assert labels and all(torch.equal(logits, head(hidden)) for hidden, logits in labels)
