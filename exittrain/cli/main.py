@@ -17,7 +17,10 @@ from exittrain.runtime.signals import StopFlag, Stopped
 from exittrain.runtime.slurm import is_one_of_several
 
 QUIET = ("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch prints pages about a rank that has gone: ours is one line
-PATH_FAULTS = (errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS)
+PATH_FAULTS = (
+    errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS,
+    errno.ENAMETOOLONG, errno.ELOOP,
+)  # fmt: skip
 app = typer.Typer(
     help="Train draft models for speculative decoding on the trees they will really draw, and prove the gain.",
     no_args_is_help=True,

@@ -67,13 +67,15 @@ def _check_target(config: HeadConfig, folder: Path, target: TargetModel) -> None
 
 
 def _own_embeddings(checkpoint: HeadCheckpoint, target: TargetModel, dtype: torch.dtype) -> nn.Embedding | None:
-    """The checkpoint's embeddings, unless they are the target's (as stored in the checkpoint's dtype)."""
+    """The checkpoint's embeddings, unless they are the target's, in whichever of both dtypes says less."""
     stored = checkpoint.embed_tokens
     if stored is None:
         return None
     theirs = target.embeddings.weight.detach()
-    if theirs.shape == stored.shape and torch.equal(theirs.to("cpu", stored.dtype), stored):
-        return None
+    if theirs.shape == stored.shape:
+        ours = theirs.cpu()
+        if torch.equal(ours.to(stored.dtype), stored) or torch.equal(stored.to(ours.dtype), ours):
+            return None
     size, width = stored.shape
     return nn.Embedding(size, width, _weight=stored.to(dtype), _freeze=True)
 

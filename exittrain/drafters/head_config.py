@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -58,6 +59,7 @@ class HeadConfig:
             raise InputError(f"layers of style {self.style!r} are not supported: llama or qwen3")
         if self.style == "qwen3" and self.mlp_bias:
             raise InputError("mlp_bias: layers of style qwen3 have none; set it to false")
+        self._check_numbers()
         if self.num_heads % self.num_kv_heads:
             raise InputError(f"num_attention_heads {self.num_heads} is no multiple of {self.num_kv_heads} key heads")
         if not 0 < self.draft_vocab_size <= self.vocab_size:
@@ -72,6 +74,17 @@ class HeadConfig:
             self._check_block()
         if not self.feature_layers or len(set(self.feature_layers)) < len(self.feature_layers):
             raise InputError(f"feature layers {list(self.feature_layers)}: name at least one, each once")
+
+    def _check_numbers(self) -> None:
+        sizes = {
+            "hidden_size": self.hidden_size, "target_hidden_size": self.target_hidden_size, "intermediate_size":
+            self.intermediate_size, "num_hidden_layers": self.num_layers, "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads, "head_dim": self.head_dim, "vocab_size": self.vocab_size,
+            "max_position_embeddings": self.max_positions, "rms_norm_eps": self.rms_norm_eps,
+            "rope_theta": self.rope_parameters.get("rope_theta", 10000.0),
+        }  # fmt: skip
+        if wrong := [name for name, value in sizes.items() if not 0 < value < math.inf]:
+            raise InputError(f"{wrong[0]} is {sizes[wrong[0]]}: it must be a positive number")
 
     def _check_block(self) -> None:
         if self.block_size is None or self.block_size < 2 or self.mask_token_id is None:

@@ -97,4 +97,6 @@ def _read_note(folder: Path) -> dict[str, Any]:
         raise InputError(f"{file} cannot be read; save the drafter again") from error
     if not isinstance(note, dict) or note.get("schema_version") != SCHEMA_VERSION:
         raise InputError(f"{file} has another schema than {SCHEMA_VERSION}; save the drafter with this version")
+    if not isinstance(note.get("frozen") or [], list):
+        raise InputError(f"{file} has no list of names in 'frozen'; save the drafter again")
     return note

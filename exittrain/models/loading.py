@@ -131,10 +131,7 @@ def check_weights(folder: Path) -> None:
     """Raise InputError naming the weight file of a Hugging Face folder that is missing or cut short."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise InputError(f"{index} cannot be read; copy it again") from error
+        names = sorted(set(weight_map(index).values()))
     elif (folder / "model.safetensors").exists():
         names = ["model.safetensors"]
     elif list(folder.glob("pytorch_model*.bin")):
@@ -150,6 +147,19 @@ def check_weights(folder: Path) -> None:
                 pass
         except (SafetensorError, OSError) as error:
             raise InputError(f"{file} is damaged or cut short; copy it again") from error
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """File by tensor name, as `model.safetensors.index.json` says. Raises InputError where it cannot be read, or names
+    a file that is not beside it: whoever writes such a folder again would write elsewhere."""
+    try:
+        placed = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise InputError(f"{index} cannot be read; copy it again") from error
+    for name, file in placed.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise InputError(f"{index} puts {name} into {file!r}, which is no file beside it; copy it again")
+    return placed
 
 
 def load_tokenizer(source: str, **extra: Any) -> Any:

@@ -25,6 +25,12 @@ def config(edit: Callable[[dict[str, Any]], object]) -> Damage:
     return lambda folder: edit_config(folder, edit)
 
 
+def turn_by(data: dict[str, Any], rope: dict[str, Any]) -> None:
+    layer = data["transformer_layer_config"]
+    layer.pop("rope_parameters", None)
+    layer.update(rope_scaling=rope)
+
+
 def truncate(folder: Path) -> None:
     data = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(data[:-40])
@@ -71,6 +77,15 @@ def truncate(folder: Path) -> None:
         (config(lambda c: c["transformer_layer_config"].update(model_type="gemma")), "model_type 'gemma'"),
         (config(lambda c: c["transformer_layer_config"].update(rope_theta=77.0)), "contradict rope_theta"),
         (config(lambda c: c["transformer_layer_config"].update(layer_types=["sliding_attention"])), "sliding-window"),
+        (config(lambda c: c["transformer_layer_config"].update(num_key_value_heads=0)), "num_key_value_heads is 0"),
+        (config(lambda c: c["transformer_layer_config"].update(rms_norm_eps=float("inf"))), "rms_norm_eps is inf"),
+        (config(lambda c: c["transformer_layer_config"].update(max_position_embeddings=-1)), "embeddings is -1"),
+        (config(lambda c: c["transformer_layer_config"].update(hidden_act="foo")), "hidden_act 'foo' is not known"),
+        (config(lambda c: turn_by(c, {"type": "foo", "factor": 2})), "rope_type 'foo' is not known"),
+        (config(lambda c: c.update(draft_vocab_size=float("inf"))), "draft_vocab_size is inf, no whole number"),
+        (config(lambda c: c.update(draft_vocab_size="24")), "draft_vocab_size is '24', no whole number"),
+        (config(lambda c: c.update(eagle_aux_hidden_state_layer_ids=[2.6, 3, 4])), "a feature layer is 2.6, no whole"),
+        (tensors(lambda t: t.update({"lm_head.bias": torch.ones(24)})), "holds lm_head.bias"),
         (config(lambda c: c.update(speculators_model_type="mtp")), "of a form that cannot be read .mtp."),
         (config(lambda c: c.update(quantization_config={"bits": 4})), "is quantised"),
     ],

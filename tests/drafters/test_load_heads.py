@@ -107,6 +107,17 @@ def test_the_targets_own_embeddings_are_shared(target: TargetModel, tmp_path: Pa
     assert torch.equal(laws(drafter), laws(bare)) and drafter.fingerprint() == bare.fingerprint()
 
 
+def test_embeddings_of_a_target_in_more_bits_are_still_its_own(tmp_path: Path) -> None:
+    """A head exported beside the target in float32 goes on beside the same target in bfloat16."""
+    exact = make_target()
+    folder = make_head(tmp_path / "head")
+    copied = exact.embeddings.weight.detach().clone()
+    edit_tensors(folder, lambda tensors: tensors.update({"embed_tokens.weight": copied}))
+    half = TargetModel(make_target().module.to(torch.bfloat16), None, "tiny")
+    drafter = load_drafter(folder, half, torch.float32)
+    assert "embed_tokens.weight" not in dict(drafter.module.named_parameters())
+
+
 def test_other_embeddings_are_kept_and_frozen(target: TargetModel, tmp_path: Path) -> None:
     folder = make_head(tmp_path / "head")
     other = target.embeddings.weight.detach() + 0.1
@@ -127,6 +138,14 @@ def test_a_head_of_another_width_needs_embeddings_of_its_own(target: TargetModel
         load_drafter(folder, target)
     edit_tensors(folder, lambda tensors: tensors.update({"embed_tokens.weight": torch.randn(64, 16)}))
     assert laws(load_drafter(folder, target)).shape == (2, 3, 64)
+
+
+@pytest.mark.parametrize("note", ['{"schema_version": 1, "frozen": 5}', "5"])
+def test_a_note_that_cannot_be_used_is_refused(target: TargetModel, tmp_path: Path, note: str) -> None:
+    folder = make_head(tmp_path / "head")
+    (folder / "exittrain.json").write_text(note)
+    with pytest.raises(InputError, match=r"exittrain\.json has"):
+        load_drafter(folder, target)
 
 
 def test_half_precision_leaves_the_rotary_frequencies_alone(target: TargetModel, tmp_path: Path) -> None:

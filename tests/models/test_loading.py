@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
@@ -88,6 +89,10 @@ def damage_shard(folder):
     sorted(folder.glob("model-*.safetensors"))[1].unlink()
 
 
+def index_of(placed):
+    return lambda folder: (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
+
+
 def damage_index(folder):
     (folder / "model.safetensors.index.json").write_text("{")
 
@@ -106,6 +111,9 @@ def damage_config(folder):
         (damage_name, r"lacks 1 weights, first model.norm.weight.*; it has 1 .* no place for, first model.nrom.weight"),
         (damage_shard, r"model-00002-of-\d+.safetensors is missing"),
         (damage_index, "index.json cannot be read"),
+        (index_of([1]), "index.json cannot be read"),
+        (index_of({"a": None}), "puts a into None, which is no file beside it"),
+        (index_of({"a": "../other/model.safetensors"}), "puts a into '../other/model.safetensors', which is no file"),
         (damage_config, "cannot be loaded as a causal LM"),
     ],
 )

@@ -145,6 +145,17 @@ def test_shards_stay_shards(drafter: Path, target: Path, tmp_path: Path) -> None
     assert len(list(done.folder.glob("model-*.safetensors"))) == len(list(drafter.glob("model-*.safetensors"))) > 1
 
 
+def test_shards_that_lie_elsewhere_are_not_written_there(drafter: Path, target: Path, tmp_path: Path) -> None:
+    """An index may name any path: an export that followed it would write over what is there."""
+    (tmp_path / "elsewhere").mkdir()
+    shutil.copyfile(drafter / "model.safetensors", tmp_path / "elsewhere" / "model.safetensors")
+    placed = dict.fromkeys(load_file(drafter / "model.safetensors"), "../elsewhere/model.safetensors")
+    (drafter / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
+    with pytest.raises(InputError, match="which is no file beside it"):
+        export_hf(of_folder(drafter, str(target)), tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
 def lose_tensor(folder: Path) -> None:
     edit_tensors(folder, lambda tensors: tensors.pop("model.norm.weight"))
 

@@ -133,12 +133,18 @@ def test_a_law_that_differs_is_found_whatever_the_files_say(
     ("damage", "message"),
     [
         (truncate, "model.safetensors is damaged or cut short"),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json is missing or cannot be read"),
         (tensors(lambda stored: stored.pop("norm.weight")), r"lacks 1 tensors .* first norm\.weight"),
         (wrong("norm.weight", lambda t: t[:31]), r"norm\.weight has shape \(31,\), its config asks for \(32,\)"),
         (config(lambda data: data.pop("norm_before_residual")), "norm_before_residual is missing"),
         (tensors(lambda stored: stored.update({"fc.bias": torch.ones(32)})), r"holds fc\.bias"),
         (tensors(lambda stored: stored.pop("lm_head.weight")), r"first lm_head\.weight"),
         (wrong("norm.weight", lambda t: t.bfloat16()), "holds tensors of bfloat16, float32"),
+        (
+            wrong("lm_head.weight", lambda t: t.index_fill(0, torch.tensor([7]), torch.inf)),
+            "lm_head.weight holds NaN or",
+        ),
+        (tensors(lambda stored: stored.update({"lm_head.bias": torch.ones(100)})), r"holds lm_head\.bias"),
         (
             config(lambda data: data["transformer_layer_config"].update(vocab_size=300)),
             "t2d has 257 entries, its config asks for 300",
@@ -196,6 +202,38 @@ def test_what_lies_at_the_output_is_never_lost(source: ExportSource, tmp_path: P
     (taken / "mine.txt").write_text("mine")
     with pytest.raises(InputError, match="is no earlier export of"):
         export_drafter(source, taken, "speculators")
-    with pytest.raises(InputError, match="is what is exported"):
-        export_drafter(source, source.folder, "speculators")
+    for place in (source.folder, source.folder.parent, source.folder / "out"):
+        with pytest.raises(InputError, match="is what is exported, or in it"):
+            export_drafter(source, place, "speculators")
     assert (taken / "mine.txt").read_text() == "mine" and (source.folder / "config.json").is_file()
+
+
+def test_a_link_at_the_output_is_followed(source: ExportSource, tmp_path: Path) -> None:
+    real, link, loop = tmp_path / "real", tmp_path / "link", tmp_path / "loop"
+    export_drafter(source, real, "speculators")
+    link.symlink_to(real)
+    for _ in range(2):
+        export_drafter(source, link, "sglang")
+    assert link.is_symlink() and "eagle_config" in json.loads((real / "config.json").read_text())
+    loop.symlink_to(loop)
+    with pytest.raises(InputError, match="leads back to itself"):
+        export_drafter(source, loop, "speculators")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["arm", "link", "loop", "real"]
+
+
+def test_numbers_that_outgrow_the_dtype_are_refused(source: ExportSource, tmp_path: Path) -> None:
+    edit_tensors(source.folder, lambda stored: stored["lm_head.weight"][3].fill_(1e6))
+    with pytest.raises(InputError, match=r"tensor lm_head\.weight outgrows float16: export with another --dtype"):
+        export_drafter(source, tmp_path / "out", "speculators", "float16")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_whose_swap_was_cut_short_still_counts(source: ExportSource, target: Path, tmp_path: Path) -> None:
+    """Killed between two renames, the earlier export waits beside its place: another drafter may not have it."""
+    export_drafter(source, tmp_path / "out", "speculators")
+    (tmp_path / "out").rename(tmp_path / ".out.old")
+    with pytest.raises(InputError, match="is no earlier export of"):
+        export_drafter(saved_head(tmp_path / "other", eagle(), target), tmp_path / "out", "speculators")
+    assert (tmp_path / ".out.old" / "config.json").is_file()
+    assert export_drafter(source, tmp_path / "out", "sglang").folder.is_dir()
+    assert not (tmp_path / ".out.old").exists()

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers import LlamaConfig, Qwen3Config
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from exittrain.drafters.head_config import HeadConfig
 from exittrain.errors import InputError
@@ -60,7 +62,7 @@ def parse_config(data: Mapping[str, Any], where: str, num_target_layers: int | N
         return HeadConfig(**parsers[str(form)](data, num_target_layers))
     except InputError as error:
         raise InputError(f"config.json of {where}: {error}") from None
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
         raise InputError(f"config.json of {where} cannot be used: {_first_line(error)}") from error
 
 
@@ -73,15 +75,15 @@ def _speculators(data: Mapping[str, Any], depth: int | None) -> dict[str, Any]:
     values = _layer_values(layer, style)
     values |= {
         "kind": "block" if block else "eagle3",
-        "draft_vocab_size": int(_needed(data, "draft_vocab_size")),
-        "target_hidden_size": int(data.get("target_hidden_size") or values["hidden_size"]),
+        "draft_vocab_size": _whole(_needed(data, "draft_vocab_size"), "draft_vocab_size"),
+        "target_hidden_size": _size_or(data.get("target_hidden_size"), "target_hidden_size", values["hidden_size"]),
     }
     if block:
         if data.get("sample_from_anchor"):
             raise InputError("sample_from_anchor is not supported: a block's first state must predict nothing")
         ids = _needed(data, "aux_hidden_state_layer_ids")
-        masks = {"block_size": int(_needed(data, "block_size")), "mask_token_id": int(_needed(data, "mask_token_id"))}
-        return values | masks | {"feature_layers": tuple(int(layer_id) for layer_id in ids)}
+        masks = {name: _whole(_needed(data, name), name) for name in ("block_size", "mask_token_id")}
+        return values | masks | {"feature_layers": _layers(ids)}
     # Absent, this one means false to speculators and true to vLLM.
     _needed(data, "norm_before_residual")
     values |= {name: _flag(data, name) for name in (*EAGLE_FLAGS, "fc_bias")}
@@ -93,13 +95,13 @@ def _sglang(data: Mapping[str, Any], depth: int | None) -> dict[str, Any]:
         raise InputError(f"layers of model_type {data['model_type']!r} are not supported")
     values = _layer_values(data, "llama")
     named = (data.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    layers = _layers_or_default(None if named is None else [int(layer) + 1 for layer in named], depth)
-    if (count := data.get("num_aux_hidden_states")) is not None and int(count) != len(layers):
+    layers = _layers_or_default(None if named is None else [layer + 1 for layer in _layers(named)], depth)
+    if (count := data.get("num_aux_hidden_states")) is not None and count != len(layers):
         raise InputError(f"num_aux_hidden_states is {count}, its feature layers are {len(layers)}")
     return values | {
         "kind": "eagle3",
-        "draft_vocab_size": int(data.get("draft_vocab_size") or values["vocab_size"]),
-        "target_hidden_size": int(data.get("target_hidden_size") or values["hidden_size"]),
+        "draft_vocab_size": _size_or(data.get("draft_vocab_size"), "draft_vocab_size", values["vocab_size"]),
+        "target_hidden_size": _size_or(data.get("target_hidden_size"), "target_hidden_size", values["hidden_size"]),
         "feature_layers": layers,
         "fc_bias": _flag(data, "bias"),
         **{name: _flag(data, name) for name in EAGLE_FLAGS},
@@ -113,7 +115,7 @@ def _dflash(data: Mapping[str, Any], depth: int | None) -> dict[str, Any]:
     if own.get("causal") or data.get("is_causal"):
         raise InputError("a block that attends causally is not supported")
     made_for = data.get("num_target_layers")
-    if depth is not None and made_for is not None and int(made_for) != depth:
+    if depth is not None and made_for is not None and made_for != depth:
         raise InputError(f"it is made for a target of {made_for} layers, not of {depth}")
     size = data.get("block_size") or own.get("block_size")
     if size is None:
@@ -122,9 +124,9 @@ def _dflash(data: Mapping[str, Any], depth: int | None) -> dict[str, Any]:
         "kind": "block",
         "draft_vocab_size": values["vocab_size"],
         "target_hidden_size": values["hidden_size"],
-        "block_size": int(size),
-        "mask_token_id": int(_needed(own, "mask_token_id")),
-        "feature_layers": tuple(int(layer) + 1 for layer in _needed(own, "target_layer_ids")),
+        "block_size": _whole(size, "block_size"),
+        "mask_token_id": _whole(_needed(own, "mask_token_id"), "mask_token_id"),
+        "feature_layers": tuple(layer + 1 for layer in _layers(_needed(own, "target_layer_ids"))),
     }
 
 
@@ -144,6 +146,8 @@ def _layer_values(data: Mapping[str, Any], style: str) -> dict[str, Any]:
         layer = make(**given)
     except Exception as error:  # transformers raises its own kinds of errors for values of another type
         raise InputError(_first_line(error)) from error
+    if layer.hidden_act not in ACT2FN:
+        raise InputError(f"hidden_act {layer.hidden_act!r} is not known: silu is what servers compute")
     _check_rope(data, make)
     return {
         "style": style,
@@ -166,6 +170,9 @@ def _layer_values(data: Mapping[str, Any], style: str) -> dict[str, Any]:
 def _rope(layer: Any) -> dict[str, Any]:
     rope = dict(layer.rope_parameters)
     rope.pop("type", None)  # an old name of rope_type, which transformers fills in
+    kind = rope.get("rope_type", "default")
+    if kind != "default" and kind not in ROPE_INIT_FUNCTIONS:
+        raise InputError(f"rope_type {kind!r} is not known: {', '.join(['default', *sorted(ROPE_INIT_FUNCTIONS)])}")
     if "rope_theta" not in rope:
         raise InputError("rope_parameters that differ from layer to layer are not supported")
     return {**rope, "rope_theta": float(rope["rope_theta"])}
@@ -185,7 +192,7 @@ def _check_rope(data: Mapping[str, Any], make: Any) -> None:
 
 def _layers_or_default(named: Any, depth: int | None) -> tuple[int, ...]:
     if named:
-        return tuple(int(layer) for layer in named)
+        return _layers(named)
     if depth is None:
         raise InputError("it names no feature layers, which then depend on the target's depth: load it for a target")
     return default_layers(depth)
@@ -195,6 +202,21 @@ def _needed(data: Mapping[str, Any], name: str) -> Any:
     if data.get(name) is None:
         raise InputError(f"{name} is missing")
     return data[name]
+
+
+def _whole(value: Any, name: str) -> int:
+    """Not `int()`, which would make 100 of 100.7, of "100" and 1 of true."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InputError(f"{name} is {value!r}, no whole number")
+    return value
+
+
+def _size_or(value: Any, name: str, default: int) -> int:
+    return default if value is None else _whole(value, name)
+
+
+def _layers(named: Any) -> tuple[int, ...]:
+    return tuple(_whole(layer, "a feature layer") for layer in named)
 
 
 def _flag(data: Mapping[str, Any], name: str) -> bool:

@@ -18,7 +18,7 @@ from exittrain.drafters.formats.configs import form_of, parse_config
 from exittrain.drafters.formats.tensors import split_tensors
 from exittrain.drafters.head_config import HeadConfig
 from exittrain.errors import InputError
-from exittrain.models.loading import check_weights
+from exittrain.models.loading import check_weights, weight_map
 from exittrain.models.sums import check_folder
 
 INDEX, WEIGHTS, OLD_WEIGHTS = "model.safetensors.index.json", "model.safetensors", "pytorch_model.bin"
@@ -82,10 +82,7 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of all weight files; of several kinds, safetensors are read and the old .bin is not."""
     check_weights(folder)
     if (folder / INDEX).exists():
-        try:
-            placed = dict(json.loads((folder / INDEX).read_text())["weight_map"])
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise InputError(f"{folder / INDEX} cannot be read; copy it again") from error
+        placed = weight_map(folder / INDEX)
         for file in sorted(set(placed.values())):
             yield from _from_safetensors(folder / file, sorted(name for name in placed if placed[name] == file))
     elif (folder / WEIGHTS).exists():

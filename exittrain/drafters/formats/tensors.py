@@ -17,7 +17,8 @@ from exittrain.errors import InputError
 EMBEDDINGS = "embed_tokens.weight"
 VOCABULARY = ("d2t", "t2d")
 # What belongs to the head itself: such a tensor is never left out in silence.
-_OWN = ("fc.", "fc_norm", "input_norm", "hidden_norm", "norm.", "layers.", "midlayer", "additional_layers")
+_OWN = ("fc.", "fc_norm", "input_norm", "hidden_norm", "norm.", "layers.", "midlayer", "additional_layers",
+        "lm_head.bias")  # fmt: skip
 
 
 def head_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from exittrain.drafters.formats.write import rope_fields
 from exittrain.errors import InputError
-from exittrain.models.loading import check_weights
+from exittrain.models.loading import check_weights, weight_map
 
 INDEX = "model.safetensors.index.json"
 # What goes along byte for byte: generation settings, the tokenizer in its usual forms, our own notes, licences.
@@ -61,7 +61,7 @@ def read_weights(folder: Path) -> Weights:
     """
     check_weights(folder)
     index = folder / INDEX
-    names = sorted(set(read_object(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
+    names = sorted(set(weight_map(index).values())) if index.exists() else ["model.safetensors"]
     files, dtypes = {}, set()
     for name in names:
         if not (folder / name).exists():

@@ -22,7 +22,15 @@ from exittrain.errors import InputError
 from exittrain.models.target import TargetModel
 from exittrain.stages.export.folder import write_object
 from exittrain.stages.export.head_check import check_head, make_cases
-from exittrain.stages.export.output import Export, Identity, check_output, chosen_dtype, new_folder, write_note
+from exittrain.stages.export.output import (
+    Export,
+    Identity,
+    check_finite,
+    check_output,
+    chosen_dtype,
+    new_folder,
+    write_note,
+)
 from exittrain.stages.export.source import ExportSource, drafter_note
 
 CARRIED = ("exittrain.json", "calibration.json", "LICENSE*", "NOTICE*")
@@ -49,6 +57,8 @@ def export_head(source: ExportSource, output: Path, form: str, dtype: str | None
         )
     check_carried(form, config, own)
     check_output(output, source, _METHOD[config.kind], 4 * target.embeddings.weight.numel())
+    kept = {EMBEDDINGS: checkpoint.embed_tokens} if own and checkpoint.embed_tokens is not None else {}
+    check_finite((checkpoint.tensors | kept).items(), source.folder, rounded)
     before = drafter.fingerprint()
     cases = make_cases(drafter, config, target, source.windows(_longest(drafter, config, target)))
     tensors = {name: tensor.to(rounded) for name, tensor in checkpoint.tensors.items()}
@@ -63,7 +73,7 @@ def export_head(source: ExportSource, output: Path, form: str, dtype: str | None
         note = {**drafter_note(source.folder), "kind": config.kind}
         identity = Identity(stored, rounded, before, after)
         write_note(folder, source, form, note, identity, checked, left_out=list(checkpoint.extra))
-    return Export(output, None if rounded == stored else str(rounded).removeprefix("torch."), checked)
+    return Export(output, None if rounded == stored else str(rounded).removeprefix("torch."), checked, checkpoint.extra)
 
 
 def check_carried(form: str, config: HeadConfig, own_embeddings: bool) -> None:

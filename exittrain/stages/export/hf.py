@@ -11,7 +11,15 @@ from exittrain.errors import InputError
 from exittrain.models.causal import CausalModel
 from exittrain.stages.export.check import check_folder, check_tied
 from exittrain.stages.export.folder import Weights, read_object, read_weights, write_folder
-from exittrain.stages.export.output import Export, Identity, check_output, chosen_dtype, new_folder, write_note
+from exittrain.stages.export.output import (
+    Export,
+    Identity,
+    check_finite,
+    check_output,
+    chosen_dtype,
+    new_folder,
+    write_note,
+)
 from exittrain.stages.export.source import ExportSource, drafter_note
 
 
@@ -25,6 +33,7 @@ def export_hf(source: ExportSource, output: Path, dtype: str | None = None) -> E
     weights = _source(source.folder)
     rounded = chosen_dtype(dtype, weights.dtype)
     check_output(output, source)
+    check_finite(weights.tensors(), source.folder, rounded)
     reference = CausalModel.from_pretrained(source.folder, torch.float32)
     if reference.match is not None and reference.match.extra:
         extra = reference.match.extra

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from exittrain.errors import InputError, nearest
-from exittrain.models.folders import atomic_folder
+from exittrain.models.folders import atomic_folder, standing
 from exittrain.records.files import sha256
 from exittrain.runtime.provenance import collect_provenance
 from exittrain.stages.disk import FILE, check_room, used_bytes
@@ -29,15 +30,18 @@ GUESSED = ("eagle3", "eagle-", "dflash", "dspark")  # parts of a path from which
 
 @dataclass(frozen=True)
 class Export:
-    """A finished folder: what it was rounded to (None: stored as it was), and what was checked."""
+    """A finished folder: what it was rounded to (None: stored as it was), what was checked, and tensors of the source
+    that it does not hold."""
 
     folder: Path
     rounded_to: str | None
     checked: Checked | HeadChecked
+    left_out: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         stored = f"rounded to {self.rounded_to}, then" if self.rounded_to else "all"
-        return f"{self.checked.num_tensors} tensors, {stored} bit for bit; {self.checked}"
+        left = f"; left out, as it has no place: {', '.join(self.left_out)}" if self.left_out else ""
+        return f"{self.checked.num_tensors} tensors, {stored} bit for bit; {self.checked}{left}"
 
 
 @dataclass(frozen=True)
@@ -68,28 +72,50 @@ def check_output(output: Path, source: ExportSource, method: str | None = None, 
     method: the part of GUESSED from which vLLM would guess rightly, if any; more_bytes: of what is written beside the
     source's own files.
     """
-    place = output.resolve()
+    place = _place(output)
     guessed = [part for part in GUESSED if part in str(place).lower() and part != method]
     if guessed:
         raise InputError(f"{place} has {guessed[0]!r} in it, from which vLLM guesses a method: choose another --output")
-    if place == source.folder.resolve() or source.folder.resolve().is_relative_to(place):
-        raise InputError(f"{output} is what is exported: choose another --output")
+    exported = source.folder.resolve()
+    if exported.is_relative_to(place) or place.is_relative_to(exported):
+        raise InputError(f"{output} is what is exported, or in it: choose another --output")
     needed = used_bytes(source.folder) + more_bytes + 4 * FILE
     check_room(place.parent, needed, "the export", "choose another --output")
-    if not place.exists():
+    there = standing(place)
+    if not there.exists():
         return
-    earlier = read_object(place / NOTE) if (place / NOTE).is_file() else {}
-    if earlier.get("source", {}).get("folder") != str(source.folder.resolve()):
+    earlier = read_object(there / NOTE).get("source") if (there / NOTE).is_file() else None
+    if not isinstance(earlier, dict) or earlier.get("folder") != str(exported):
         raise InputError(f"{output} exists and is no earlier export of {source.folder}: choose another --output")
+
+
+def _place(output: Path) -> Path:
+    """Where `output` is: a link there is followed, not replaced."""
+    try:
+        return output.resolve()
+    except RuntimeError:
+        raise InputError(f"{output} is a link that leads back to itself: choose another --output") from None
+
+
+def check_finite(tensors: Iterable[tuple[str, Tensor]], source: Path, rounded: torch.dtype) -> None:
+    """Refuse a tensor with NaN or infinity, in the source or once it is rounded: a comparison on some text need not
+    come across it."""
+    for name, tensor in tensors:
+        if not bool(torch.isfinite(tensor).all()):
+            raise InputError(f"{source}: tensor {name} holds NaN or infinity: export an earlier drafter")
+        if not bool(torch.isfinite(tensor.to(rounded)).all()):
+            short = str(rounded).removeprefix("torch.")
+            raise InputError(f"{source}: tensor {name} outgrows {short}: export with another --dtype")
 
 
 @contextmanager
 def new_folder(output: Path) -> Iterator[Path]:
     """A temporary folder that takes the place of `output` when the block ends well; otherwise nothing is left of it,
     nor of parent folders that were made for it."""
-    created = [parent for parent in output.absolute().parents if not parent.exists()]
+    place = _place(output)
+    created = [parent for parent in place.parents if not parent.exists()]
     try:
-        with atomic_folder(output.absolute()) as folder:
+        with atomic_folder(place) as folder:
             yield folder
     except BaseException:
         for parent in created:

@@ -7,6 +7,7 @@ from pathlib import Path
 from exittrain.drafters.formats import is_head_folder
 from exittrain.errors import InputError, nearest
 from exittrain.models.sums import check_folder
+from exittrain.stages.export.folder import read_object
 from exittrain.stages.export.output import Export
 from exittrain.stages.export.source import ExportSource
 
@@ -24,6 +25,8 @@ def export_drafter(source: ExportSource, output: Path, form: str, dtype: str | N
     """Write a drafter in that form. Raises InputError as `export_hf` and `export_head` do, and for a drafter of a kind
     that the form is not for, or whose files are damaged."""
     check_folder(source.folder)
+    if (config := source.folder / "config.json").is_file():
+        read_object(config)  # of one that cannot be read nobody knows what drafter it is
     head = is_head_folder(source.folder)
     if head and form == "hf":
         raise InputError(
